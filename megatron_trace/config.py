@@ -1,0 +1,124 @@
+"""TraceConfig: every knob of TRACE, its default, its unit and its check.
+
+`arguments.py` turns the fields into `--trace-*` flags; nothing else knows argparse.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+Method = Literal["bf16", "qat", "trace"]
+Implementation = Literal["auto", "torch", "triton"]
+HINT_BITS = (1, 4)
+GUIDED_SITES = ("fc1", "k", "v")
+
+
+@dataclass(frozen=True)
+class TraceConfig:
+    """Settings of one TRACE run.
+
+    Attributes:
+        method: `bf16` quantises nothing; `qat` fake-quantises rollout and training by rounding to
+            nearest; `trace` also guides training's rounding by the rollout's hints.
+        hint_bits: Bits per value of a hint: 1 (mantissa bit) or 4 (full code).
+        hint_layers: Checkpoint decoder layers whose hints are recorded: `latter_half`, `all`, or
+            comma-separated indices such as `2,3`.
+        hint_sites: Sites that are recorded and guided, of fc1, k, v.
+        missing_hints: What a recorded place without its hint does: `error`, or `rtn` (rounding to
+            nearest, counted and reported).
+        guard: Whether implausible hint rows are rejected (rounded to nearest and counted).
+        guard_max_far_blocks: Share of a row's blocks whose scale byte may lie more than
+            `guard_max_scale_steps` E4M3 steps from the trainer's own.
+        guard_max_scale_steps: E4M3 steps beyond which a block counts as far.
+        guard_min_parity_agreement: Share of a row's mantissa bits that must agree with rounding
+            to nearest under the rollout's scale.
+        diagnostic_share: Share of the samples that also carry full codes, for metrics only.
+        check_finite: Whether NaN or Inf at a quantised site raises an error that names it.
+        implementation: Kernels of the number formats: `torch`, `triton`, or `auto` (Triton where
+            the tensor is on a GPU).
+    """
+
+    method: Method = "trace"
+    hint_bits: int = 1
+    hint_layers: str = "latter_half"
+    hint_sites: tuple[str, ...] = field(default=GUIDED_SITES)
+    missing_hints: Literal["error", "rtn"] = "error"
+    guard: bool = True
+    guard_max_far_blocks: float = 0.25
+    guard_max_scale_steps: int = 2
+    guard_min_parity_agreement: float = 0.65
+    diagnostic_share: float = 0.0
+    check_finite: bool = True
+    implementation: Implementation = "auto"
+
+    def __post_init__(self) -> None:
+        """Raises ValueError on a value out of range or on contradictory settings."""
+        _require(self.method in ("bf16", "qat", "trace"), "method", "bf16, qat or trace", self.method)
+        _require(self.hint_bits in HINT_BITS, "hint_bits", "1 or 4", self.hint_bits)
+        _require(
+            bool(self.hint_sites)
+            and set(self.hint_sites) <= set(GUIDED_SITES)
+            and len(set(self.hint_sites)) == len(self.hint_sites),
+            "hint_sites",
+            f"distinct sites of {', '.join(GUIDED_SITES)}",
+            self.hint_sites,
+        )
+        _require(
+            self.missing_hints in ("error", "rtn"), "missing_hints", "error or rtn", self.missing_hints
+        )
+        for name in ("guard_max_far_blocks", "guard_min_parity_agreement", "diagnostic_share"):
+            value = getattr(self, name)
+            _require(0.0 <= value <= 1.0, name, "a share from 0 to 1", value)
+        _require(self.guard_max_scale_steps >= 0, "guard_max_scale_steps", ">= 0", self.guard_max_scale_steps)
+        _require(
+            self.implementation in ("auto", "torch", "triton"),
+            "implementation",
+            "auto, torch or triton",
+            self.implementation,
+        )
+        if self.method == "bf16" and self.diagnostic_share > 0:
+            raise ValueError(
+                f"diagnostic_share={self.diagnostic_share} has no effect with method=bf16, which "
+                "quantises nothing; set it to 0 or choose qat or trace"
+            )
+        if self.hint_layers not in ("latter_half", "all"):
+            _parse_layers(self.hint_layers)
+
+    def recorded_layers(self, num_layers: int) -> tuple[int, ...]:
+        """Gives the decoder layers whose hints are recorded, in ascending order.
+
+        Args:
+            num_layers: Decoder layers (attention + MoE pairs) of the checkpoint.
+
+        Raises:
+            ValueError: `hint_layers` names a layer that the model does not have.
+        """
+        if self.hint_layers == "all":
+            return tuple(range(num_layers))
+        if self.hint_layers == "latter_half":
+            return tuple(range(num_layers // 2, num_layers))
+        layers = _parse_layers(self.hint_layers)
+        if layers[-1] >= num_layers:
+            raise ValueError(
+                f"hint_layers={self.hint_layers!r} names decoder layer {layers[-1]}, but the model "
+                f"has {num_layers} (0 to {num_layers - 1})"
+            )
+        return layers
+
+
+def _parse_layers(text: str) -> tuple[int, ...]:
+    parts = text.split(",")
+    if not all(part.strip().isdigit() for part in parts):
+        raise ValueError(
+            f"hint_layers must be latter_half, all, or indices such as 2,3; got {text!r}"
+        )
+    layers = tuple(sorted({int(part) for part in parts}))
+    if len(layers) != len(parts):
+        raise ValueError(f"hint_layers names a layer twice: {text!r}")
+    return layers
+
+
+def _require(ok: bool, name: str, expected: str, got: object) -> None:
+    if not ok:
+        raise ValueError(f"{name} must be {expected}; got {got!r}")

@@ -1,0 +1,216 @@
+"""What rollout and training exchange: sites, quantiser settings, hints, samples.
+
+Legend: T tokens of a sample (prompt + response), R = T - 1 rows (the last token is never
+forwarded), K values of a row, B = K / 16 blocks of a row.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from megatron_trace.formats import BLOCK_SIZE
+
+
+class Site(enum.StrEnum):
+    """A place in a decoder layer whose values are quantised."""
+
+    FC1 = "fc1"
+    FC2 = "fc2"
+    K = "k"
+    V = "v"
+
+
+@dataclass(frozen=True)
+class QuantizerSettings:
+    """Everything that decides which codes a quantiser gives for the same values.
+
+    Attributes:
+        global_scales: Decode-side FP32 scale of each (decoder layer, site); value = code *
+            block scale * global scale. Static: calibrated once, fixed until recalibrated.
+        number_format: Name of the number format.
+        block_size: Neighbouring values that share one block scale.
+        prefill_attends_to: Whether a prompt attends to `quantized` K/V or to the `fresh` chunk.
+        operand_dtype: dtype in which dequantised operands are rounded before a product.
+        model_id: Name of the model whose activations were calibrated.
+    """
+
+    global_scales: Mapping[tuple[int, Site], float]
+    number_format: str = "nvfp4"
+    block_size: int = BLOCK_SIZE
+    prefill_attends_to: str = "quantized"
+    operand_dtype: str = "bfloat16"
+    model_id: str = ""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError on a global scale that is not finite and positive."""
+        for (layer, site), scale in self.global_scales.items():
+            if not (math.isfinite(scale) and scale > 0):
+                raise ValueError(
+                    f"global scale of layer {layer}, site {site} must be finite and > 0; got {scale}"
+                )
+
+    def global_scale(self, layer: int, site: Site) -> float:
+        """Gives the static decode-side scale of a place.
+
+        Raises:
+            LookupError: The place was not calibrated.
+        """
+        try:
+            return self.global_scales[layer, site]
+        except KeyError:
+            raise LookupError(
+                f"no global scale for layer {layer}, site {site}: the engine was not calibrated "
+                "there; calibrate it with tokens that reach this place"
+            ) from None
+
+    def digest(self) -> str:
+        """Gives 16 hexadecimal digits that differ whenever any setting differs."""
+        scales = sorted(
+            (layer, str(site), float(scale).hex())
+            for (layer, site), scale in self.global_scales.items()
+        )
+        text = json.dumps(
+            [
+                self.number_format,
+                self.block_size,
+                self.prefill_attends_to,
+                self.operand_dtype,
+                self.model_id,
+                scales,
+            ]
+        )
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class HintKey:
+    """Where a hint belongs and which quantiser and weights made it.
+
+    Attributes:
+        sample_id: Name of the sample, unique within a run.
+        layer: Decoder layer of the checkpoint (attention + MoE), from 0.
+        site: Place within the layer.
+        policy_version: Version of the weights that the rollout used.
+        settings_digest: `QuantizerSettings.digest()` of the rollout.
+    """
+
+    sample_id: str
+    layer: int
+    site: Site
+    policy_version: int
+    settings_digest: str
+
+    def __str__(self) -> str:
+        """Names the place for error messages."""
+        return (
+            f"sample {self.sample_id}, layer {self.layer}, site {self.site}, "
+            f"policy version {self.policy_version}, settings {self.settings_digest}"
+        )
+
+
+@dataclass(frozen=True)
+class SiteHint:
+    """What the rollout's quantiser did with every row of one sample at one place.
+
+    Attributes:
+        key: Where it belongs.
+        num_bits: 1 (mantissa bit) or 4 (code) per value.
+        payload: uint8 [R, K * num_bits / 8]; packed mantissa bits or packed codes.
+        scale_bytes: uint8 [R, B]; E4M3 block scales.
+        global_scale: FP32 decode-side scale of the place.
+    """
+
+    key: HintKey
+    num_bits: int
+    payload: torch.Tensor
+    scale_bytes: torch.Tensor
+    global_scale: float
+
+    def __post_init__(self) -> None:
+        """Raises ValueError when dtypes or shapes contradict each other."""
+        for name, tensor in (("payload", self.payload), ("scale_bytes", self.scale_bytes)):
+            if tensor.dtype != torch.uint8 or tensor.dim() != 2:
+                raise ValueError(
+                    f"{name} must be uint8 [rows, bytes]; got {tensor.dtype} "
+                    f"{tuple(tensor.shape)} ({self.key})"
+                )
+        if self.num_bits not in (1, 4):
+            raise ValueError(f"num_bits must be 1 or 4; got {self.num_bits} ({self.key})")
+        rows, num_blocks = self.scale_bytes.shape
+        expected = (rows, num_blocks * BLOCK_SIZE * self.num_bits // 8)
+        if tuple(self.payload.shape) != expected:
+            raise ValueError(
+                f"payload must be {expected} for {rows} rows of {num_blocks} blocks at "
+                f"{self.num_bits} bit; got {tuple(self.payload.shape)} ({self.key})"
+            )
+
+    @property
+    def num_rows(self) -> int:
+        """Rows (token positions) of the hint."""
+        return self.scale_bytes.shape[0]
+
+    @property
+    def num_values(self) -> int:
+        """Values of a row."""
+        return self.scale_bytes.shape[1] * BLOCK_SIZE
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the payload and the block scales."""
+        return self.payload.numel() + self.scale_bytes.numel()
+
+
+@dataclass(frozen=True)
+class RolloutSample:
+    """One finished rollout.
+
+    Attributes:
+        sample_id: Name of the sample, unique within a run.
+        prompt_tokens: Token ids of the prompt.
+        response_tokens: Token ids that were sampled.
+        logprobs: FP32 [len(response_tokens)]; log-probability of each sampled token under the
+            distribution it was sampled from.
+        routing: int16 [T - 1, MoE layers, top-k]; expert ids of every forwarded token.
+        policy_version: Version of the weights.
+        settings_digest: Digest of the quantiser settings; empty for a BF16 rollout.
+        finish_reason: `stop` (end token sampled) or `length`.
+    """
+
+    sample_id: str
+    prompt_tokens: tuple[int, ...]
+    response_tokens: tuple[int, ...]
+    logprobs: torch.Tensor
+    routing: torch.Tensor
+    policy_version: int
+    settings_digest: str
+    finish_reason: str
+
+    def __post_init__(self) -> None:
+        """Raises ValueError when lengths contradict each other."""
+        if tuple(self.logprobs.shape) != (len(self.response_tokens),):
+            raise ValueError(
+                f"sample {self.sample_id}: {len(self.response_tokens)} response tokens, but "
+                f"log-probs of shape {tuple(self.logprobs.shape)}"
+            )
+        if self.routing.dim() != 3 or self.routing.shape[0] != self.num_rows:
+            raise ValueError(
+                f"sample {self.sample_id}: routing must be [{self.num_rows}, layers, top-k]; got "
+                f"{tuple(self.routing.shape)}"
+            )
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """Prompt and response."""
+        return self.prompt_tokens + self.response_tokens
+
+    @property
+    def num_rows(self) -> int:
+        """Token positions that the rollout forwarded: all but the last."""
+        return len(self.prompt_tokens) + len(self.response_tokens) - 1

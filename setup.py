@@ -1,0 +1,38 @@
+"""Packaging of megatron_trace; the exact versions that are tested stand in constraints.txt."""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+HERE = Path(__file__).parent
+
+setup(
+    name="megatron-trace",
+    version="0.1.0",
+    description="Rollout-guided FP4 quantisation for reinforcement learning of MoE models",
+    long_description=(HERE / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.12,<3.13",
+    packages=find_packages(include=["megatron_trace", "megatron_trace.*"]),
+    install_requires=[
+        "torch>=2.11,<2.12",
+        "triton>=3.6,<3.7",
+        "megatron-core>=0.19.2,<0.20",
+        "nvidia-modelopt>=0.47,<0.48",
+        "numpy",
+        # Needed by Megatron-Core's checkpoints and dynamic engine and by ModelOpt, declared by none.
+        "psutil",
+        "einops",
+        "requests",
+        "huggingface_hub",
+    ],
+    extras_require={
+        "gpu": [
+            "transformer-engine[pytorch]>=2.20,<2.21",
+            "flash-linear-attention>=0.6,<0.7",
+        ],
+        "demo": ["reasoning-gym>=0.1.25,<0.2", "matplotlib", "tqdm"],
+        "test": ["pytest", "pytest-timeout", "ruff", "pyright"],
+    },
+)
