@@ -1,0 +1,1 @@
+"""Reinforcement learning on top of rollout and training: advantages, losses, the step, tasks."""
