@@ -54,7 +54,9 @@ class TraceConfig:
 
     def __post_init__(self) -> None:
         """Raises ValueError on a value out of range or on contradictory settings."""
-        _require(self.method in ("bf16", "qat", "trace"), "method", "bf16, qat or trace", self.method)
+        _require(
+            self.method in ("bf16", "qat", "trace"), "method", "bf16, qat or trace", self.method
+        )
         _require(self.hint_bits in HINT_BITS, "hint_bits", "1 or 4", self.hint_bits)
         _require(
             bool(self.hint_sites)
@@ -65,12 +67,20 @@ class TraceConfig:
             self.hint_sites,
         )
         _require(
-            self.missing_hints in ("error", "rtn"), "missing_hints", "error or rtn", self.missing_hints
+            self.missing_hints in ("error", "rtn"),
+            "missing_hints",
+            "error or rtn",
+            self.missing_hints,
         )
         for name in ("guard_max_far_blocks", "guard_min_parity_agreement", "diagnostic_share"):
             value = getattr(self, name)
             _require(0.0 <= value <= 1.0, name, "a share from 0 to 1", value)
-        _require(self.guard_max_scale_steps >= 0, "guard_max_scale_steps", ">= 0", self.guard_max_scale_steps)
+        _require(
+            self.guard_max_scale_steps >= 0,
+            "guard_max_scale_steps",
+            ">= 0",
+            self.guard_max_scale_steps,
+        )
         _require(
             self.implementation in ("auto", "torch", "triton"),
             "implementation",

@@ -53,7 +53,8 @@ class QuantizerSettings:
         for (layer, site), scale in self.global_scales.items():
             if not (math.isfinite(scale) and scale > 0):
                 raise ValueError(
-                    f"global scale of layer {layer}, site {site} must be finite and > 0; got {scale}"
+                    f"global scale of layer {layer}, site {site} must be finite and > 0; "
+                    f"got {scale}"
                 )
 
     def global_scale(self, layer: int, site: Site) -> float:

@@ -1,0 +1,1 @@
+"""Model specs from Megatron-Core's modules that rollout and training share."""

@@ -1,0 +1,275 @@
+"""HybridModel from Megatron's local modules, with the classes that a side of TRACE plugs in.
+
+A decoder layer is the checkpoint's: one token mixer (attention, Gated DeltaNet, Mamba) and the MLP
+or MoE after it. In a hybrid pattern such as `*E*E` these are two positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.backends import LocalSpecProvider
+from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec_for_backend
+from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
+from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols, parse_hybrid_pattern
+from megatron.core.models.hybrid.hybrid_model import HybridModel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_layer import (
+    MoETransformerLayer,
+    TransformerLayer,
+    TransformerLayerSubmodules,
+)
+
+from megatron_trace.models.attention import SDPACoreAttention
+from megatron_trace.models.moe import DispatchInputMoELayer, UnweightedSequentialMLP
+from megatron_trace.models.norm import RMSNorm
+from megatron_trace.models.routing import forget_global_replay_instances
+
+MIXERS = frozenset(
+    {Symbols.ATTENTION, Symbols.GDN, Symbols.MAMBA, Symbols.MLA, Symbols.DS_ATTENTION}
+)
+
+
+@dataclass(frozen=True)
+class HybridModules:
+    """Classes of a HybridModel that rollout and training replace by their own.
+
+    Attributes:
+        self_attention: Attention module; the engine's reads a paged cache.
+        core_attention: Attention arithmetic over query, key, value.
+        moe_layer: MoE layer; gets the routed input before dispatch.
+        experts: Routed experts.
+        expert_fc1: First linear of a routed expert.
+        expert_fc2: Second linear of a routed expert.
+    """
+
+    self_attention: type[SelfAttention] = SelfAttention
+    core_attention: type = SDPACoreAttention
+    moe_layer: type[MoELayer] = DispatchInputMoELayer
+    experts: type = UnweightedSequentialMLP
+    expert_fc1: type = ColumnParallelLinear
+    expert_fc2: type = RowParallelLinear
+
+
+@dataclass(frozen=True)
+class DecoderLayer:
+    """The parts of one decoder layer that TRACE touches.
+
+    Attributes:
+        index: Decoder layer of the checkpoint, from 0, equal on every pipeline stage.
+        attention: Self-attention module, if the mixer is full attention.
+        moe: MoE layer, if it has one.
+    """
+
+    index: int
+    attention: SelfAttention | None
+    moe: MoELayer | None
+
+
+class LocalHybridStack(HybridStack):
+    """HybridStack whose final norm needs no Transformer Engine.
+
+    Megatron 0.19.2 hard-codes `TENorm` there (models/hybrid/hybrid_block.py).
+    """
+
+    def __init__(self, *args: Any, post_layer_norm: bool = True, **kwargs: Any) -> None:
+        super().__init__(*args, post_layer_norm=False, **kwargs)
+        self.post_layer_norm = post_layer_norm
+        if self.post_process and post_layer_norm:
+            self.final_norm = RMSNorm(
+                self.config, self.config.hidden_size, eps=self.config.layernorm_epsilon
+            )
+
+
+class _ExpertSpecProvider(LocalSpecProvider):
+    """Local modules for shared experts, the given classes for the routed ones."""
+
+    def __init__(self, modules: HybridModules) -> None:
+        self.modules = modules
+
+    def grouped_mlp_modules(self, moe_use_grouped_gemm: bool) -> Any:
+        linears = MLPSubmodules(
+            linear_fc1=self.modules.expert_fc1,
+            linear_fc2=self.modules.expert_fc2,
+            activation_func=None,
+        )
+        return partial(self.modules.experts, submodules=linears)
+
+
+def hybrid_stack_spec(modules: HybridModules, *, num_experts: int) -> ModuleSpec:
+    """Gives the layer specs of attention (`*`) and MoE (`E`) layers.
+
+    Args:
+        modules: Classes of this side.
+        num_experts: Routed experts of a MoE layer.
+    """
+    moe = get_moe_module_spec_for_backend(
+        _ExpertSpecProvider(modules), num_experts=num_experts, moe_grouped_gemm=False
+    )
+    attention = ModuleSpec(
+        module=modules.self_attention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=SelfAttentionSubmodules(
+            linear_qkv=ColumnParallelLinear,
+            core_attention=modules.core_attention,
+            linear_proj=RowParallelLinear,
+            q_layernorm=RMSNorm,
+            k_layernorm=RMSNorm,
+        ),
+    )
+    return ModuleSpec(
+        module=LocalHybridStack,
+        submodules=HybridStackSubmodules(
+            attention_layer=ModuleSpec(
+                module=TransformerLayer,
+                submodules=TransformerLayerSubmodules(
+                    input_layernorm=RMSNorm,
+                    self_attention=attention,
+                    self_attn_bda=get_bias_dropout_add,
+                ),
+            ),
+            moe_layer=ModuleSpec(
+                module=MoETransformerLayer,
+                submodules=TransformerLayerSubmodules(
+                    pre_mlp_layernorm=RMSNorm,
+                    mlp=partial(modules.moe_layer, **moe.keywords),
+                    mlp_bda=get_bias_dropout_add,
+                ),
+            ),
+        ),
+    )
+
+
+def build_hybrid_model(
+    config: TransformerConfig,
+    *,
+    pattern: str,
+    vocab_size: int,
+    max_sequence_length: int,
+    modules: HybridModules,
+    rotary_percent: float = 1.0,
+    rotary_base: int = 10_000,
+    pre_process: bool = True,
+    post_process: bool = True,
+) -> HybridModel:
+    """Builds a HybridModel of attention and MoE layers from Megatron's local modules.
+
+    Args:
+        config: Model configuration; `num_layers` counts pattern positions.
+        pattern: Hybrid layer pattern, such as `*E*E`.
+        vocab_size: Rows of the embedding.
+        max_sequence_length: Longest sequence in tokens.
+        modules: Classes of this side.
+        rotary_percent: Share of the head dim that RoPE rotates.
+        rotary_base: Base period of RoPE.
+        pre_process: Whether this pipeline stage has the embedding.
+        post_process: Whether this pipeline stage has the output layer.
+
+    Raises:
+        ValueError: The pattern contains other layers, or contradicts `num_layers`.
+    """
+    main = _main_pattern(pattern)
+    unknown = sorted(set(main) - {Symbols.ATTENTION, Symbols.MOE})
+    if unknown:
+        raise ValueError(
+            f"pattern {pattern!r} has layers {unknown}; the local spec builds attention (*) and "
+            "MoE (E) layers only"
+        )
+    if len(main) != config.num_layers:
+        raise ValueError(
+            f"pattern {pattern!r} has {len(main)} positions, but num_layers={config.num_layers}"
+        )
+    assert config.num_moe_experts is not None, "a pattern with E needs num_moe_experts"
+    model = HybridModel(
+        config,
+        hybrid_stack_spec(modules, num_experts=config.num_moe_experts),
+        vocab_size=vocab_size,
+        max_sequence_length=max_sequence_length,
+        hybrid_layer_pattern=pattern,
+        pre_process=pre_process,
+        post_process=post_process,
+        position_embedding_type="rope",
+        rotary_percent=rotary_percent,
+        rotary_base=rotary_base,
+        parallel_output=True,
+        share_embeddings_and_output_weights=False,
+        pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
+    )
+    forget_global_replay_instances(model)
+    return model
+
+
+def decoder_layer_indices(pattern: str) -> list[int]:
+    """Gives the decoder layer of every position of the main pattern.
+
+    A mixer opens a decoder layer; the MLP or MoE after it belongs to it.
+
+    Raises:
+        ValueError: The pattern has an MLP or MoE without a mixer of its own before it.
+    """
+    indices: list[int] = []
+    previous = None
+    layer = -1
+    for position, symbol in enumerate(_main_pattern(pattern)):
+        if symbol in MIXERS:
+            layer += 1
+        elif previous not in MIXERS:
+            raise ValueError(
+                f"pattern {pattern!r}: position {position} ({symbol}) does not follow a token "
+                "mixer, so it belongs to no decoder layer"
+            )
+        indices.append(layer)
+        previous = symbol
+    return indices
+
+
+def decoder_layers(model: HybridModel) -> list[DecoderLayer]:
+    """Gives the decoder layers of this pipeline stage, without those of MTP.
+
+    A layer that a stage boundary cuts in two appears on both stages, with what each holds.
+    """
+    assert model.hybrid_layer_pattern is not None, "build_hybrid_model sets the pattern"
+    indices = decoder_layer_indices(model.hybrid_layer_pattern)
+    parts: dict[int, dict[str, Any]] = {}
+    for symbol, layer in zip(model.decoder.layer_type_list, model.decoder.layers, strict=True):
+        part = parts.setdefault(indices[layer.layer_number - 1], {"attention": None, "moe": None})
+        if symbol == Symbols.ATTENTION:
+            part["attention"] = layer.self_attention
+        elif symbol == Symbols.MOE:
+            part["moe"] = layer.mlp
+    return [DecoderLayer(index, **part) for index, part in sorted(parts.items())]
+
+
+def named_expert_linears(
+    layer: DecoderLayer,
+) -> Iterator[tuple[int, str, torch.nn.Module]]:
+    """Gives (global expert, `fc1` or `fc2`, linear) of the routed experts held by this rank."""
+    if layer.moe is None:
+        return
+    for expert_index, expert in zip(
+        layer.moe.local_expert_indices, layer.moe.experts.local_experts, strict=True
+    ):
+        yield expert_index, "fc1", expert.linear_fc1
+        yield expert_index, "fc2", expert.linear_fc2
+
+
+def causal_mask(num_positions: int) -> torch.Tensor:
+    """Gives Megatron's boolean attention mask [1, 1, S, S], True where attention is forbidden."""
+    return torch.ones(1, 1, num_positions, num_positions, dtype=torch.bool).triu(1)
+
+
+def _main_pattern(pattern: str) -> str:
+    parsed = parse_hybrid_pattern(pattern)
+    return (parsed.main_pattern or "").replace(Symbols.PIPE, "")

@@ -1,0 +1,89 @@
+"""Megatron's parallel state for one process, and the tiny MoE that tests and examples use."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.enums import AttnBackend
+
+
+@contextlib.contextmanager
+def single_process(*, seed: int) -> Iterator[None]:
+    """Initialises torch.distributed (gloo, file store) and Megatron for one rank.
+
+    Args:
+        seed: Seed of torch and of Megatron's model-parallel random states.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        init_rank(Path(folder) / "store", rank=0, world_size=1, seed=seed)
+        try:
+            yield
+        finally:
+            parallel_state.destroy_model_parallel()
+            dist.destroy_process_group()
+
+
+def init_rank(store: Path, *, rank: int, world_size: int, seed: int, **parallel: Any) -> None:
+    """Joins a gloo group through a file store and initialises Megatron's parallel state.
+
+    Args:
+        store: Path of the file store, fresh for each group.
+        rank: This rank.
+        world_size: Number of ranks.
+        seed: Seed of torch and of Megatron's model-parallel random states.
+        **parallel: Sizes for `initialize_model_parallel`, such as expert_model_parallel_size=2.
+    """
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(str(store), world_size), rank=rank, world_size=world_size
+    )
+    parallel_state.initialize_model_parallel(**parallel)
+    model_parallel_cuda_manual_seed(seed, inference_rng_tracker=True, force_reset_rng=True)
+    torch.manual_seed(seed)
+
+
+def tiny_moe_config(pattern: str, **overrides: Any) -> TransformerConfig:
+    """Gives the configuration of a tiny MoE: hidden 128, 16 experts top-4, 2 KV heads x 32.
+
+    Args:
+        pattern: Hybrid layer pattern, such as `*E*E`; its length is the number of positions.
+        **overrides: Fields of `TransformerConfig` to set otherwise.
+    """
+    fields: dict[str, Any] = {
+        "num_layers": len(pattern.replace("|", "").split("/")[0]),
+        "hidden_size": 128,
+        "num_attention_heads": 4,
+        "num_query_groups": 2,
+        "kv_channels": 32,
+        "ffn_hidden_size": 64,
+        "num_moe_experts": 16,
+        "moe_router_topk": 4,
+        "moe_ffn_hidden_size": 64,
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_enable_routing_replay": True,
+        "gated_linear_unit": True,
+        "activation_func": F.silu,
+        "bias_activation_fusion": False,
+        "add_bias_linear": False,
+        "normalization": "RMSNorm",
+        "qk_layernorm": True,
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "attention_backend": AttnBackend.local,
+        "use_cpu_initialization": True,
+        "inference_rng_tracker": True,
+        "params_dtype": torch.float32,
+    }
+    return TransformerConfig(**(fields | overrides))
