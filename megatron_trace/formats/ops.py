@@ -1,0 +1,147 @@
+"""Public fake quantisation: torch or Triton, with straight-through gradients.
+
+The gradient to x is the identity, also where |x| exceeds what the format can hold.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Literal
+
+import torch
+
+from . import reference
+
+Implementation = Literal["auto", "torch", "triton"]
+
+
+def rtn(
+    x: torch.Tensor,
+    global_scale: torch.Tensor | float,
+    *,
+    dtype: torch.dtype | None = None,
+    implementation: Implementation = "auto",
+) -> torch.Tensor:
+    """Gives `reference.rtn` with the identity as gradient to x.
+
+    Args:
+        x: float [..., K].
+        global_scale: FP32 0-d tensor or number, decode side.
+        dtype: dtype in which the dequantised values are rounded; None is that of x.
+        implementation: `torch`, `triton`, or `auto` (Triton where x is on a GPU).
+
+    Returns:
+        [..., K] in the dtype of x.
+
+    Raises:
+        ValueError: K is not a multiple of 16, or the implementation cannot run on x.
+    """
+    module = _implementation(implementation, x)
+    return straight_through(x, module.rtn(x.detach(), global_scale, dtype=dtype))
+
+
+def rtn_record(
+    x: torch.Tensor,
+    global_scale: torch.Tensor | float,
+    *,
+    num_bits: int,
+    dtype: torch.dtype | None = None,
+    implementation: Implementation = "auto",
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gives `reference.rtn_record`, without gradient.
+
+    Args:
+        x: float [..., K].
+        global_scale: FP32 0-d tensor or number, decode side.
+        num_bits: 1 (mantissa bits) or 4 (codes) per value of the hint.
+        dtype: dtype in which the dequantised values are rounded; None is that of x.
+        implementation: `torch`, `triton`, or `auto` (Triton where x is on a GPU).
+
+    Returns:
+        y: [..., K] in the dtype of x.
+        hint: uint8 [..., K * num_bits / 8].
+        scale_bytes: uint8 [..., B], E4M3.
+
+    Raises:
+        ValueError: K is not a multiple of 16, num_bits is not 1 or 4, or the implementation cannot
+            run on x.
+    """
+    module = _implementation(implementation, x)
+    return module.rtn_record(x.detach(), global_scale, num_bits=num_bits, dtype=dtype)
+
+
+def guided(
+    x: torch.Tensor,
+    hint: torch.Tensor,
+    scale_bytes: torch.Tensor,
+    global_scale: torch.Tensor | float,
+    *,
+    num_bits: int,
+    dtype: torch.dtype | None = None,
+    implementation: Implementation = "auto",
+) -> torch.Tensor:
+    """Gives `reference.guided` with the identity as gradient to x.
+
+    Args:
+        x: float [..., K]; the trainer's values.
+        hint: uint8 [..., K * num_bits / 8]; packed mantissa bits (1) or packed codes (4).
+        scale_bytes: uint8 [..., B]; the rollout's block scales.
+        global_scale: FP32 0-d tensor or number; the rollout's global scale, decode side.
+        num_bits: 1 or 4.
+        dtype: dtype in which the dequantised values are rounded; None is that of x.
+        implementation: `torch`, `triton`, or `auto` (Triton where x is on a GPU).
+
+    Returns:
+        [..., K] in the dtype of x.
+
+    Raises:
+        ValueError: Shapes disagree, K is not a multiple of 16, num_bits is not 1 or 4, or the
+            implementation cannot run on x.
+    """
+    module = _implementation(implementation, x)
+    y = module.guided(x.detach(), hint, scale_bytes, global_scale, num_bits=num_bits, dtype=dtype)
+    return straight_through(x, y)
+
+
+def straight_through(x: torch.Tensor, quantised: torch.Tensor) -> torch.Tensor:
+    """Gives `quantised`, bit for bit, with the identity as gradient to x.
+
+    Args:
+        x: float, any shape.
+        quantised: Same shape and dtype as x; no gradient flows into it.
+
+    Returns:
+        `quantised`, attached to x.
+
+    Raises:
+        ValueError: Shapes or dtypes differ.
+    """
+    if quantised.shape != x.shape or quantised.dtype != x.dtype:
+        raise ValueError(
+            f"quantised must be {x.dtype} {tuple(x.shape)} like x; got {quantised.dtype} "
+            f"{tuple(quantised.shape)}"
+        )
+    if not (x.requires_grad and torch.is_grad_enabled()):
+        return quantised.detach()
+    return _StraightThrough.apply(x, quantised)
+
+
+class _StraightThrough(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, quantised):  # noqa: ARG004
+        return quantised.view_as(quantised)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
+def _implementation(name: Implementation, x: torch.Tensor) -> ModuleType:
+    if name not in ("auto", "torch", "triton"):
+        raise ValueError(f"implementation must be auto, torch or triton; got {name!r}")
+    if name == "torch" or (name == "auto" and not x.is_cuda):
+        return reference
+    # Only here: Triton looks for a GPU driver when it is imported.
+    from . import kernels
+
+    return kernels
