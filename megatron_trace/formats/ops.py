@@ -128,7 +128,7 @@ def straight_through(x: torch.Tensor, quantised: torch.Tensor) -> torch.Tensor:
 
 class _StraightThrough(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, quantised):  # noqa: ARG004
+    def forward(ctx, x, quantised):
         return quantised.view_as(quantised)
 
     @staticmethod

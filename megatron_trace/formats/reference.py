@@ -28,10 +28,8 @@ _ONE_BITS = 127 << 23
 _HALF = 1 << 23
 _BIAS_BITS = (22 << 23) | (1 << 22)
 
-# 0-d CPU tensors broadcast to any device; torch.fmin, which ignores NaN, takes no number.
-_MAX = torch.tensor(E2M1_MAX)
 # Between the two largest values, of which guided may take either for whatever lies beyond.
-_BEYOND_4 = torch.tensor(5.0)
+_BEYOND_4 = 5.0
 
 
 def global_scale_from_amax(amax: torch.Tensor | float) -> torch.Tensor:
@@ -66,15 +64,9 @@ def encode(
 
     Source: ModelOpt 0.47 `NVFP4QTensor.quantize`, bit-equal but for the edges named in the tests.
     """
-    blocks = _blocks(x)
-    magnitudes = blocks.abs()
-    scale_bytes, effective = _block_scales(magnitudes, global_scale)
-    biased, bias = _round_to_ladder(magnitudes, effective)
-    # The low bits of the biased sum count steps of p / 2, from code 0, 2 or 4 for p = 1, 2 or 4.
-    index = (biased.view(torch.int32) & 7) + ((bias - _BIAS_BITS - _ONE_BITS) >> 22)
-    codes = (index + (torch.signbit(blocks) << 3)).to(torch.uint8)
-    codes.masked_fill_((scale_bytes == 0).unsqueeze(-1), 0)
-    return codes.reshape(x.shape), scale_bytes
+    blocks, a, scale_bytes, effective = _normalised(x, global_scale)
+    biased, bias = _round_to_ladder(a.nan_to_num_(nan=E2M1_MAX))
+    return _nearest_codes(blocks, biased, bias, effective).reshape(x.shape), scale_bytes
 
 
 def decode(
@@ -141,7 +133,7 @@ def pack_bits(codes: torch.Tensor) -> torch.Tensor:
         uint8 [..., K / 8].
     """
     _require_multiple(codes, 8)
-    # One product moves bit 0 of byte j to bit 56 + j; no two partial products meet, so none carries.
+    # One product moves bit 0 of byte j to bit 56 + j; partial products never meet, so none carries.
     words = (codes & 1).contiguous().view(torch.int64)
     return ((words * 0x0102040810204080) >> 56).to(torch.uint8)
 
@@ -188,12 +180,10 @@ def guided_codes(
     _require_guide(x, hint, scale_bytes, num_bits)
     blocks = _blocks(x)
     effective = _effective_scale(scale_bytes, global_scale)
-    a = torch.fmin(blocks.abs() / effective.unsqueeze(-1), _BEYOND_4)
+    a = (blocks.abs() / effective.unsqueeze(-1)).clamp_(max=_BEYOND_4).nan_to_num_(nan=_BEYOND_4)
     steps, step = _guide(a, blocks, hint, num_bits)
     index = steps.to(torch.int32) + _first_index(step.view(torch.int32))
-    codes = (index + (torch.signbit(blocks) << 3)).to(torch.uint8)
-    codes.masked_fill_((effective == 0).unsqueeze(-1), 0)
-    return codes.reshape(x.shape)
+    return _signed_codes(index, blocks, effective).reshape(x.shape)
 
 
 def rtn(
@@ -212,11 +202,9 @@ def rtn(
     Raises:
         ValueError: K is not a multiple of 16.
     """
-    blocks = _blocks(x)
-    magnitudes = blocks.abs()
-    _, effective = _block_scales(magnitudes, global_scale)
-    biased, bias = _round_to_ladder(magnitudes, effective)
-    return _dequantised(x, blocks, biased - bias.view(torch.float32), effective, dtype)
+    blocks, a, _, effective = _normalised(x, global_scale)
+    biased, bias = _round_to_ladder(a)
+    return _dequantised(x, blocks, biased.sub_(bias.view(torch.float32)), effective, dtype)
 
 
 def rtn_record(
@@ -243,8 +231,10 @@ def rtn_record(
         ValueError: K is not a multiple of 16, or num_bits is not 1 or 4.
     """
     _require_num_bits(num_bits)
-    codes, scale_bytes = encode(x, global_scale)
-    y = decode(codes, scale_bytes, global_scale, dtype or x.dtype).to(x.dtype)
+    blocks, a, scale_bytes, effective = _normalised(x, global_scale)
+    biased, bias = _round_to_ladder(a.nan_to_num_(nan=E2M1_MAX))
+    codes = _nearest_codes(blocks, biased, bias, effective).reshape(x.shape)
+    y = _dequantised(x, blocks, biased.sub_(bias.view(torch.float32)), effective, dtype)
     return y, pack_bits(codes) if num_bits == 1 else pack_codes(codes), scale_bytes
 
 
@@ -281,32 +271,57 @@ def guided(
     return _dequantised(x, blocks, steps.mul_(step), effective, dtype)
 
 
-def _block_scales(
-    magnitudes: torch.Tensor, global_scale: torch.Tensor | float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gives E4M3 bytes and FP32 effective scales [..., B] of |x| [..., B, 16]."""
-    scale = _as_fp32(global_scale, magnitudes)
+def _normalised(
+    x: torch.Tensor, global_scale: torch.Tensor | float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gives x under its own block scales.
+
+    Returns:
+        blocks: FP32 [..., B, 16], x.
+        a: FP32 [..., B, 16], |x| / effective scale, at most 6; NaN in blocks of zeros and of NaN.
+        scale_bytes: uint8 [..., B].
+        effective: FP32 [..., B]; 0 where the byte is 0.
+    """
+    blocks = _blocks(x)
+    magnitudes = blocks.abs()
+    scale = _as_fp32(global_scale, x)
     amax = magnitudes.amax(-1)
     block_scales = (amax / (scale * E2M1_MAX)).clamp_(E4M3_MIN_SUBNORMAL, E4M3_MAX)
     block_scales = block_scales.to(torch.float8_e4m3fn)
     effective = block_scales.to(torch.float32) * scale
     zero = (amax == 0) | (effective == 0)
+    effective.masked_fill_(zero, 0.0)
     # A NaN made by a division may carry a sign, which depends on the processor.
     scale_bytes = (block_scales.view(torch.uint8) & 0x7F).masked_fill_(zero, 0)
-    return scale_bytes, effective.masked_fill_(zero, 0.0)
+    a = magnitudes.div_(effective.unsqueeze(-1)).clamp_(max=E2M1_MAX)
+    return blocks, a, scale_bytes, effective
 
 
-def _round_to_ladder(
-    magnitudes: torch.Tensor, effective: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gives a = |x| / effective plus a bias that rounds it to E2M1, and the bias as int32 bits.
+def _round_to_ladder(a: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gives a (overwritten) plus a bias that rounds it to E2M1, and the bias as int32 bits.
 
     The FP32 addition itself rounds to nearest even, and what it rounds to is the ladder's spacing:
     .5 below 2, 1 below 4, 2 from 4 on. Even multiples of the spacing are the even codes.
     """
-    a = torch.fmin(magnitudes / effective.unsqueeze(-1), _MAX)
     bias = (a.view(torch.int32) & _EXPONENT_MASK).clamp_(min=_ONE_BITS).add_(_BIAS_BITS)
     return a.add_(bias.view(torch.float32)), bias
+
+
+def _nearest_codes(
+    blocks: torch.Tensor, biased: torch.Tensor, bias: torch.Tensor, effective: torch.Tensor
+) -> torch.Tensor:
+    """Gives codes uint8 [..., B, 16] from what `_round_to_ladder` gives."""
+    # The sum's bits exceed the bias's by the steps of p / 2 from code 0, 2 or 4 for p = 1, 2 or 4.
+    first_index = (bias - (_BIAS_BITS + _ONE_BITS)) >> 22
+    return _signed_codes(first_index.add_(biased.view(torch.int32)).sub_(bias), blocks, effective)
+
+
+def _signed_codes(
+    index: torch.Tensor, blocks: torch.Tensor, effective: torch.Tensor
+) -> torch.Tensor:
+    """Gives codes uint8 from magnitude codes int32 (overwritten), 0 where the scale is 0."""
+    codes = index.add_((blocks.view(torch.int32) >> 28).bitwise_and_(8)).to(torch.uint8)
+    return codes.masked_fill_((effective == 0).unsqueeze(-1), 0)
 
 
 def _guide(
