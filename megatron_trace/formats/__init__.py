@@ -4,9 +4,15 @@
 picks one of them and adds straight-through gradients.
 """
 
-from . import ops
-from .constants import BLOCK_SIZE, E2M1_MAX, E2M1_VALUES, E4M3_MAX, E4M3_MIN_SUBNORMAL
-from .reference import (
+from megatron_trace.formats import ops
+from megatron_trace.formats.constants import (
+    BLOCK_SIZE,
+    E2M1_MAX,
+    E2M1_VALUES,
+    E4M3_MAX,
+    E4M3_MIN_SUBNORMAL,
+)
+from megatron_trace.formats.reference import (
     decode,
     encode,
     global_scale_from_amax,

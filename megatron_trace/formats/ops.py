@@ -10,7 +10,7 @@ from typing import Literal
 
 import torch
 
-from . import reference
+from megatron_trace.formats import reference
 
 Implementation = Literal["auto", "torch", "triton"]
 
@@ -142,6 +142,6 @@ def _implementation(name: Implementation, x: torch.Tensor) -> ModuleType:
     if name == "torch" or (name == "auto" and not x.is_cuda):
         return reference
     # Only here: Triton looks for a GPU driver when it is imported.
-    from . import kernels
+    from megatron_trace.formats import kernels
 
     return kernels

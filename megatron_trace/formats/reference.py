@@ -20,7 +20,13 @@ from __future__ import annotations
 
 import torch
 
-from .constants import BLOCK_SIZE, E2M1_MAX, E2M1_VALUES, E4M3_MAX, E4M3_MIN_SUBNORMAL
+from megatron_trace.formats.constants import (
+    BLOCK_SIZE,
+    E2M1_MAX,
+    E2M1_VALUES,
+    E4M3_MAX,
+    E4M3_MIN_SUBNORMAL,
+)
 
 # FP32 bit patterns. Adding 1.5 * 2^22 * p to a value in [p, 2p) leaves a multiple of p / 2.
 _EXPONENT_MASK = 0x7F800000
