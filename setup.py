@@ -33,6 +33,6 @@ setup(
             "flash-linear-attention>=0.6,<0.7",
         ],
         "demo": ["reasoning-gym>=0.1.25,<0.2", "matplotlib", "tqdm"],
-        "test": ["pytest", "pytest-timeout", "ruff", "pyright"],
+        "test": ["pytest", "pytest-timeout", "ruff", "pyright[nodejs]"],
     },
 )
