@@ -140,8 +140,9 @@ def pack_bits(codes: torch.Tensor) -> torch.Tensor:
     """
     _require_multiple(codes, 8)
     # One product moves bit 0 of byte j to bit 56 + j; partial products never meet, so none carries.
-    words = (codes & 1).contiguous().view(torch.int64)
-    return ((words * 0x0102040810204080) >> 56).to(torch.uint8)
+    words = (codes & 1).reshape(-1).view(torch.int64)
+    packed = ((words * 0x0102040810204080) >> 56).to(torch.uint8)
+    return packed.reshape(*codes.shape[:-1], codes.shape[-1] // 8)
 
 
 def unpack_bits(bits: torch.Tensor) -> torch.Tensor:
@@ -154,8 +155,11 @@ def unpack_bits(bits: torch.Tensor) -> torch.Tensor:
         uint8 [..., K], 0 or 1.
     """
     # Byte j keeps bit j of the copied byte; adding 0x7F carries it into bit 7, wherever it was.
-    copies = (bits.to(torch.int64) * 0x0101010101010101) & (0x8040201008040201 - (1 << 64))
-    return (((copies + 0x7F7F7F7F7F7F7F7F) >> 7) & 0x0101010101010101).view(torch.uint8)
+    copies = bits.reshape(-1).to(torch.int64) * 0x0101010101010101
+    copies = copies.bitwise_and_(0x8040201008040201 - (1 << 64))
+    unpacked = copies.add_(0x7F7F7F7F7F7F7F7F).bitwise_right_shift_(7)
+    unpacked = unpacked.bitwise_and_(0x0101010101010101).view(torch.uint8)
+    return unpacked.reshape(*bits.shape[:-1], bits.shape[-1] * 8)
 
 
 def guided_codes(
