@@ -1,0 +1,73 @@
+"""TraceConfig as `--trace-*` flags of Megatron's parser; the only file that knows argparse."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+import typing
+from argparse import ArgumentParser, Namespace
+
+from megatron.training.argument_utils import ArgumentGroupFactory
+
+from megatron_trace.config import TraceConfig
+
+_PREFIX = "trace_"
+
+
+class _DocumentedFactory(ArgumentGroupFactory):
+    """Megatron's factory, which by itself finds help only below the fields in a source file."""
+
+    def _get_field_docstrings(self, src_cfg_class: type) -> dict[str, str]:
+        return {_PREFIX + name: text for name, text in attribute_docs(TraceConfig).items()}
+
+
+def add_trace_arguments(parser: ArgumentParser) -> ArgumentParser:
+    """Adds one flag for every field of TraceConfig; usable as Megatron's `extra_args_provider`.
+
+    `hint_bits` becomes `--trace-hint-bits`, and what is on by default `--no-trace-guard`.
+
+    Args:
+        parser: Parser to extend; an ArgumentParser of argparse.
+
+    Returns:
+        The same parser.
+    """
+    types = typing.get_type_hints(TraceConfig)
+    fields = []
+    for field in dataclasses.fields(TraceConfig):
+        flag = dataclasses.field(default=field.default)
+        fields.append((_PREFIX + field.name, _flag_type(types[field.name]), flag))
+    flags = dataclasses.make_dataclass("TraceFlags", fields, namespace={"__doc__": "TRACE"})
+    _DocumentedFactory(flags).build_group(parser, title="trace")
+    return parser
+
+
+def trace_config_from_args(args: Namespace) -> TraceConfig:
+    """Gives the TraceConfig that parsed flags describe.
+
+    Args:
+        args: What a parser returned that `add_trace_arguments` extended.
+
+    Raises:
+        ValueError: A value is out of range, or settings contradict each other.
+    """
+    values: dict[str, typing.Any] = {}
+    for field in dataclasses.fields(TraceConfig):
+        value = getattr(args, _PREFIX + field.name)
+        values[field.name] = tuple(value) if isinstance(value, list) else value
+    return TraceConfig(**values)
+
+
+def attribute_docs(documented: type) -> dict[str, str]:
+    """Gives the text of each entry in the Attributes section of a class's docstring."""
+    _, _, section = (inspect.getdoc(documented) or "").partition("\nAttributes:\n")
+    entries = re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", section, flags=re.MULTILINE)
+    return {name: " ".join(text.split()) for name, text in entries}
+
+
+def _flag_type(annotation: typing.Any) -> typing.Any:
+    """Gives the type that Megatron's factory understands: a tuple is a list on the command line."""
+    if typing.get_origin(annotation) is tuple:
+        return list[typing.get_args(annotation)[0]]
+    return annotation

@@ -1,0 +1,113 @@
+"""TraceConfig as flags of Megatron's parser."""
+
+import argparse
+import dataclasses
+import json
+import subprocess
+import sys
+
+import pytest
+
+from megatron_trace.arguments import add_trace_arguments, attribute_docs, trace_config_from_args
+from megatron_trace.config import TraceConfig
+
+EVERY_FLAG = """
+    --trace-method qat
+    --trace-hint-bits 4
+    --trace-hint-layers 1,3
+    --trace-hint-sites fc1 v
+    --trace-missing-hints rtn
+    --no-trace-guard
+    --trace-guard-max-far-blocks 0.5
+    --trace-guard-max-scale-steps 3
+    --trace-guard-min-parity-agreement 0.7
+    --trace-diagnostic-share 0.25
+    --no-trace-check-finite
+    --trace-implementation torch
+"""
+EVERY_FIELD_CHANGED = TraceConfig(
+    method="qat",
+    hint_bits=4,
+    hint_layers="1,3",
+    hint_sites=("fc1", "v"),
+    missing_hints="rtn",
+    guard=False,
+    guard_max_far_blocks=0.5,
+    guard_max_scale_steps=3,
+    guard_min_parity_agreement=0.7,
+    diagnostic_share=0.25,
+    check_finite=False,
+    implementation="torch",
+)
+
+WITH_MEGATRON = """
+import dataclasses, json, sys
+from megatron_trace.testing import cpu_runtime
+cpu_runtime.install()
+from megatron.training.arguments import parse_args
+from megatron_trace.arguments import add_trace_arguments, trace_config_from_args
+args = parse_args(extra_args_provider=add_trace_arguments)
+print(json.dumps([args.num_layers, dataclasses.asdict(trace_config_from_args(args))]))
+"""
+
+
+def parsed(*flags: str) -> TraceConfig:
+    parser = add_trace_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    return trace_config_from_args(parser.parse_args(flags))
+
+
+def test_no_flags_give_the_default_config() -> None:
+    assert parsed() == TraceConfig()
+
+
+def test_every_field_has_a_flag() -> None:
+    config = parsed(*EVERY_FLAG.split())
+    assert config == EVERY_FIELD_CHANGED
+    unchanged = [
+        field.name
+        for field in dataclasses.fields(TraceConfig)
+        if getattr(config, field.name) == getattr(TraceConfig(), field.name)
+    ]
+    assert unchanged == [], "EVERY_FLAG must set each field to something that is not its default"
+
+
+def test_every_field_is_documented() -> None:
+    assert list(attribute_docs(TraceConfig)) == [
+        field.name for field in dataclasses.fields(TraceConfig)
+    ]
+
+
+def test_help_is_the_text_of_the_docstring() -> None:
+    text = " ".join(add_trace_arguments(argparse.ArgumentParser()).format_help().split())
+    assert "--trace-guard-max-scale-steps" in text
+    assert "E4M3 steps beyond which a block counts as far." in text
+    assert "(rounding to nearest, counted and reported)" in text, "a text of several lines"
+
+
+def test_value_that_the_config_refuses_is_refused() -> None:
+    with pytest.raises(ValueError, match="hint_bits must be 1 or 4; got 2"):
+        parsed("--trace-hint-bits", "2")
+
+
+def test_unknown_choice_names_the_choices(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parsed("--trace-method", "fp8")
+    message = capsys.readouterr().err
+    assert "--trace-method" in message
+    assert "bf16" in message
+
+
+def test_megatrons_own_parser_takes_the_flags() -> None:
+    run = subprocess.run(
+        [sys.executable, "-c", WITH_MEGATRON, "--num-layers", "8", *EVERY_FLAG.split()],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert run.returncode == 0, run.stderr
+    num_layers, fields = json.loads(run.stdout.splitlines()[-1])
+    assert num_layers == 8
+    assert (
+        TraceConfig(**fields | {"hint_sites": tuple(fields["hint_sites"])}) == EVERY_FIELD_CHANGED
+    )
