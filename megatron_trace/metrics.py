@@ -1,0 +1,207 @@
+"""Agreement of rollout and training: log-probabilities and codes.
+
+Legend: B samples, S positions, N rows, K values of a row, C = K / 16 blocks of a row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import torch
+
+from megatron_trace.formats import (
+    E2M1_VALUES,
+    encode,
+    guided_codes,
+    pack_bits,
+    pack_codes,
+)
+
+
+@dataclass(frozen=True)
+class LogprobGap:
+    """How far training's log-probabilities of the sampled tokens are from the rollout's (nats).
+
+    Attributes:
+        num_tokens: Tokens compared; the other numbers are NaN if there are none.
+        mean: Mean of |train - rollout|.
+        p99: 99th percentile of it.
+        max: Largest of it.
+        kl: Estimate of KL(rollout || train) in nats per token, mean of r - 1 - log r with
+            r = train / rollout probability: unbiased, and never negative.
+        kl_naive: Mean of rollout - train; the same in expectation, with more variance.
+        ratio_mean: Mean of r.
+        ratio_min: Smallest r.
+        ratio_max: Largest r.
+    """
+
+    num_tokens: int
+    mean: float
+    p99: float
+    max: float
+    kl: float
+    kl_naive: float
+    ratio_mean: float
+    ratio_min: float
+    ratio_max: float
+
+
+def logprob_gap(rollout: torch.Tensor, train: torch.Tensor, mask: torch.Tensor) -> LogprobGap:
+    """Gives the gap between log-probabilities of the same tokens.
+
+    Args:
+        rollout: float [B, S]; the rollout's log-probabilities.
+        train: float [B, S]; training's.
+        mask: bool [B, S]; tokens that count.
+
+    Raises:
+        ValueError: Shapes differ, or mask is not boolean.
+    """
+    if mask.dtype != torch.bool or not rollout.shape == train.shape == mask.shape:
+        raise ValueError(
+            f"rollout, train and a boolean mask must have one shape; got {tuple(rollout.shape)}, "
+            f"{tuple(train.shape)} and {mask.dtype} {tuple(mask.shape)}"
+        )
+    delta = (train.detach()[mask].double() - rollout.detach()[mask].double()).cpu()
+    if delta.numel() == 0:
+        return LogprobGap(0, *[float("nan")] * (len(fields(LogprobGap)) - 1))
+    size, ratio = delta.abs(), delta.exp()
+    return LogprobGap(
+        num_tokens=delta.numel(),
+        mean=size.mean().item(),
+        p99=size.quantile(0.99).item(),
+        max=size.max().item(),
+        kl=(torch.expm1(delta) - delta).mean().item(),
+        kl_naive=-delta.mean().item(),
+        ratio_mean=ratio.mean().item(),
+        ratio_min=ratio.min().item(),
+        ratio_max=ratio.max().item(),
+    )
+
+
+@dataclass(frozen=True)
+class CodeMismatch:
+    """Counts of how training's codes differ from the rollout's full codes; -0 equals +0.
+
+    Attributes:
+        values: Values whose rounding to nearest was compared.
+        rtn_different: Those that rounding to nearest under training's own scale gives another
+            code.
+        rtn_one_step: Those of them that are neighbours on the signed ladder.
+        blocks: Blocks of these values.
+        scale_bytes_different: Blocks for which training's own scale byte is another.
+        guided_values: Values that were guided.
+        guided_different: Those that guided rounding gives another code; the sum of the next three.
+        out_of_bracket: The rollout's magnitude is neither candidate of training's value.
+        sign_flip: It is a candidate, but the rollout's value has the other sign.
+        unexplained: Neither; must be 0.
+    """
+
+    values: int = 0
+    rtn_different: int = 0
+    rtn_one_step: int = 0
+    blocks: int = 0
+    scale_bytes_different: int = 0
+    guided_values: int = 0
+    guided_different: int = 0
+    out_of_bracket: int = 0
+    sign_flip: int = 0
+    unexplained: int = 0
+
+    def __add__(self, other: CodeMismatch) -> CodeMismatch:
+        """Adds the counts."""
+        return CodeMismatch(
+            **{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)}
+        )
+
+    @property
+    def rtn_share(self) -> float:
+        """Share of the values with another code under rounding to nearest."""
+        return self.rtn_different / self.values if self.values else float("nan")
+
+    @property
+    def one_step_share(self) -> float:
+        """Share of these mismatches that are one step."""
+        return self.rtn_one_step / self.rtn_different if self.rtn_different else float("nan")
+
+    @property
+    def scale_byte_share(self) -> float:
+        """Share of the blocks with another scale byte."""
+        return self.scale_bytes_different / self.blocks if self.blocks else float("nan")
+
+    @property
+    def guided_share(self) -> float:
+        """Share of the guided values with another code."""
+        return self.guided_different / self.guided_values if self.guided_values else float("nan")
+
+
+@torch.no_grad()
+def compare_codes(
+    x: torch.Tensor,
+    codes: torch.Tensor,
+    scale_bytes: torch.Tensor,
+    global_scale: float,
+    *,
+    guided_rows: torch.Tensor,
+    num_bits: int,
+) -> CodeMismatch:
+    """Counts where training's values get other codes than the rollout gave.
+
+    Args:
+        x: float [N, K]; the values at the site in training's forward.
+        codes: uint8 [N, K]; the rollout's full codes.
+        scale_bytes: uint8 [N, C]; the rollout's block scales.
+        global_scale: Static decode-side scale of both sides.
+        guided_rows: bool [N]; rows that training guided by hints of `num_bits`.
+        num_bits: 1 or 4.
+    """
+    rtn_codes, rtn_bytes = encode(x, global_scale)
+    different = ~_same_value(rtn_codes, codes)
+    one_step = (_signed_steps(rtn_codes) - _signed_steps(codes)).abs() <= 1
+    rtn = CodeMismatch(
+        values=codes.numel(),
+        rtn_different=int(different.sum()),
+        rtn_one_step=int((different & one_step).sum()),
+        blocks=scale_bytes.numel(),
+        scale_bytes_different=int((rtn_bytes != scale_bytes).sum()),
+    )
+    rows = guided_rows.nonzero()[:, 0]
+    return rtn + _guided_mismatch(x[rows], codes[rows], scale_bytes[rows], global_scale, num_bits)
+
+
+def _guided_mismatch(
+    x: torch.Tensor,
+    codes: torch.Tensor,
+    scale_bytes: torch.Tensor,
+    global_scale: float,
+    num_bits: int,
+) -> CodeMismatch:
+    pack = pack_bits if num_bits == 1 else pack_codes
+    guided = guided_codes(x, pack(codes), scale_bytes, global_scale, num_bits=num_bits)
+    different = ~_same_value(guided, codes)
+    # The two candidates are what the two values of the mantissa bit choose.
+    lower, upper = (
+        guided_codes(x, pack_bits(bits), scale_bytes, global_scale, num_bits=1) & 7
+        for bits in (torch.zeros_like(codes), torch.ones_like(codes))
+    )
+    magnitude = codes & 7
+    outside = (magnitude != lower) & (magnitude != upper)
+    flipped = ((codes >> 3) != torch.signbit(x)) & (magnitude != 0)
+    return CodeMismatch(
+        guided_values=codes.numel(),
+        guided_different=int(different.sum()),
+        out_of_bracket=int((different & outside).sum()),
+        sign_flip=int((different & ~outside & flipped).sum()),
+        unexplained=int((different & ~outside & ~flipped).sum()),
+    )
+
+
+def _same_value(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return (a == b) | (((a | b) & 7) == 0)
+
+
+def _signed_steps(codes: torch.Tensor) -> torch.Tensor:
+    """Gives int16: the place on the ladder of `E2M1_VALUES`, negative for negative values."""
+    assert len(E2M1_VALUES) == 8, "bits 0 to 2 of a code are the place on the ladder"
+    steps = (codes & 7).to(torch.int16)
+    return torch.where(codes >= 8, -steps, steps)

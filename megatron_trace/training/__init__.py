@@ -1,0 +1,1 @@
+"""Guided fake quantisation in Megatron: hint lookup, routing replay, experts, attention."""

@@ -1,0 +1,47 @@
+"""Core attention whose keys and values are fake-quantised as the rollout stored them.
+
+Legend: S positions, B samples, G key/value heads, D head dim.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron_trace.hints.types import Site
+from megatron_trace.models.attention import SDPACoreAttention
+from megatron_trace.training.sites import TraceSites
+
+
+@dataclass(frozen=True)
+class AttentionPlace:
+    """Where a core attention stands.
+
+    Attributes:
+        sites: The model's `TraceSites`.
+        layer: Decoder layer of the checkpoint.
+    """
+
+    sites: TraceSites
+    layer: int
+
+
+class GuidedCoreAttention(SDPACoreAttention):
+    """Quantises K and V after RoPE, in blocks along the head dim, per token and KV head.
+
+    Without a place (the layers of MTP) it is the plain core attention.
+    """
+
+    place: AttentionPlace | None = None
+
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        """Gives attention [S, B, heads * D] over quantised key and value [S, B, G, D]."""
+        if self.place is not None:
+            sites, layer = self.place.sites, self.place.layer
+            key = sites.quantise_rows(key, (layer, Site.K))
+            value = sites.quantise_rows(value, (layer, Site.V))
+        return super().forward(query, key, value, *args, **kwargs)

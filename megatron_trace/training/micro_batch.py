@@ -1,0 +1,246 @@
+"""MicroBatch: rollout samples in the row order of the trainer model, with hints and routing.
+
+Legend: B samples, S positions (longest sample's tokens - 1), N = S * B rows in [S, B] order,
+L MoE layers, E experts, k top-k, K values of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megatron_trace.hints.codec import stack_rows
+from megatron_trace.hints.store import HintStore, RecordKind
+from megatron_trace.hints.types import HintKey, RolloutSample, SiteHint
+from megatron_trace.training.routing import even_experts
+from megatron_trace.training.sites import Place, TraceSites
+
+
+@dataclass(frozen=True)
+class HintRows:
+    """Records of one place in the row order of a micro-batch.
+
+    Attributes:
+        num_bits: 1 or 4 bits per value.
+        payload: uint8 [S, B, K * num_bits / 8].
+        scale_bytes: uint8 [S, B, K / 16].
+        present: bool [S, B]; rows that have a record.
+    """
+
+    num_bits: int
+    payload: torch.Tensor
+    scale_bytes: torch.Tensor
+    present: torch.Tensor
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Samples that are forwarded together; right padding.
+
+    Attributes:
+        sample_ids: [B] names.
+        tokens: int64 [B, S + 1].
+        positions: int64 [B, S].
+        loss_mask: bool [B, S]; True where token s + 1 is part of the response.
+        rollout_logprobs: FP32 [B, S]; the rollout's log-probability of token s + 1, 0 elsewhere.
+        valid: bool [S, B]; rows of real tokens.
+        routing: int64 [L, N, k]; the rollout's experts, and evenly spread ones for padding.
+        hints: Hint rows by (decoder layer, site); empty unless the method is trace.
+        codes: The rollout's full codes, for metrics only.
+        settings_digest: Digest of the quantiser settings of all samples.
+    """
+
+    sample_ids: tuple[str, ...]
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    loss_mask: torch.Tensor
+    rollout_logprobs: torch.Tensor
+    valid: torch.Tensor
+    routing: torch.Tensor
+    hints: Mapping[Place, HintRows]
+    codes: Mapping[Place, HintRows]
+    settings_digest: str
+
+    @property
+    def num_positions(self) -> int:
+        """Positions S of a padded sample."""
+        return self.positions.shape[1]
+
+
+def make_micro_batch(
+    samples: Sequence[RolloutSample],
+    store: HintStore | None,
+    sites: TraceSites,
+    *,
+    padding_token: int = 0,
+) -> MicroBatch:
+    """Assembles samples, their hints and their routing for one forward pass of a trainer model.
+
+    Args:
+        samples: Finished rollouts; an empty response is allowed and contributes no loss.
+        store: Where the hints are. Not read by the methods bf16 and qat, but for diagnostics.
+        sites: `TraceSites` of the model that will forward the micro-batch.
+        padding_token: Token id of padding.
+
+    Raises:
+        LookupError: A recorded place has no hint, and `missing_hints` is `error`.
+        ValueError: The samples do not fit the model, or hints are of another policy version,
+            other quantiser settings, or another shape.
+    """
+    _require_samples(samples, sites)
+    length = max(len(sample.tokens) for sample in samples)
+    tokens = torch.full((len(samples), length), padding_token, dtype=torch.int64)
+    loss_mask = torch.zeros(len(samples), length - 1, dtype=torch.bool)
+    rollout_logprobs = torch.zeros(len(samples), length - 1)
+    valid = torch.zeros(length - 1, len(samples), dtype=torch.bool)
+    for b, sample in enumerate(samples):
+        response = slice(len(sample.prompt_tokens) - 1, sample.num_rows)
+        tokens[b, : len(sample.tokens)] = torch.tensor(sample.tokens)
+        loss_mask[b, response] = True
+        rollout_logprobs[b, response] = sample.logprobs.float()
+        valid[: sample.num_rows, b] = True
+    return MicroBatch(
+        sample_ids=tuple(sample.sample_id for sample in samples),
+        tokens=tokens,
+        positions=torch.arange(length - 1).expand(len(samples), -1),
+        loss_mask=loss_mask,
+        rollout_logprobs=rollout_logprobs,
+        valid=valid,
+        routing=_routing(samples, valid, sites),
+        hints=_hints(samples, store, sites, length - 1),
+        codes=_codes(samples, store, sites, length - 1),
+        settings_digest=samples[0].settings_digest,
+    )
+
+
+def _require_samples(samples: Sequence[RolloutSample], sites: TraceSites) -> None:
+    if not samples:
+        raise ValueError("a micro-batch needs at least one sample; got none")
+    if max(sample.num_rows for sample in samples) < 1:
+        raise ValueError(
+            "a micro-batch needs a token to forward, but no sample has more than one: "
+            + ", ".join(sample.sample_id for sample in samples)
+        )
+    model = sites.model_shape
+    digest = sites.settings.digest() if sites.quantises else None
+    for sample in samples:
+        if not sample.prompt_tokens:
+            raise ValueError(f"sample {sample.sample_id} has no prompt token to start from")
+        if sample.num_rows > model.max_sequence_length:
+            raise ValueError(
+                f"sample {sample.sample_id} forwards {sample.num_rows} tokens (prompt "
+                f"{len(sample.prompt_tokens)}, response {len(sample.response_tokens)}), more than "
+                f"the model's context of {model.max_sequence_length}; shorten the prompt or the "
+                "response"
+            )
+        if digest is not None and sample.settings_digest != digest:
+            raise ValueError(
+                f"sample {sample.sample_id} was rolled out under quantiser settings "
+                f"{sample.settings_digest or '(none: BF16)'}, but this trainer has {digest}; "
+                "give TraceSites the settings of the engine that made the sample"
+            )
+
+
+def _routing(
+    samples: Sequence[RolloutSample], valid: torch.Tensor, sites: TraceSites
+) -> torch.Tensor:
+    model = sites.model_shape
+    expected = (model.num_moe_layers, model.top_k)
+    routing = torch.zeros(model.num_moe_layers, *valid.shape, model.top_k, dtype=torch.int64)
+    for b, sample in enumerate(samples):
+        if tuple(sample.routing.shape[1:]) != expected:
+            raise ValueError(
+                f"sample {sample.sample_id} has routing of (MoE layers, top-k) "
+                f"{tuple(sample.routing.shape[1:])}, but the model has {expected}; it was rolled "
+                "out by another model"
+            )
+        rows = sample.routing.to(torch.int64)
+        _require_experts(rows, model.num_experts, sample.sample_id)
+        routing[:, : sample.num_rows, b] = rows.transpose(0, 1)
+    routing = routing.flatten(1, 2)
+    real = valid.flatten()
+    for layer in routing:
+        loads = torch.bincount(layer[real].flatten(), minlength=model.num_experts)
+        layer[~real] = even_experts(loads, int((~real).sum()), model.top_k)
+    return routing
+
+
+def _require_experts(rows: torch.Tensor, num_experts: int, sample_id: str) -> None:
+    wrong = ((rows < 0) | (rows >= num_experts)).any(-1)
+    ordered = rows.sort(-1).values
+    repeated = (ordered[..., 1:] == ordered[..., :-1]).any(-1)
+    for name, bad in ((f"not all of 0 to {num_experts - 1}", wrong), ("not distinct", repeated)):
+        if bad.any():
+            row, layer = bad.nonzero()[0].tolist()
+            raise ValueError(
+                f"sample {sample_id}: the experts of row {row} in MoE layer {layer} are {name}: "
+                f"{rows[row, layer].tolist()}"
+            )
+
+
+def _hints(
+    samples: Sequence[RolloutSample], store: HintStore | None, sites: TraceSites, positions: int
+) -> dict[Place, HintRows]:
+    if not sites.guides:
+        return {}
+    if store is None:
+        raise ValueError("method trace needs the store with the rollout's hints; got None")
+    tolerant = sites.trace.missing_hints == "rtn"
+    rows: dict[Place, HintRows] = {}
+    for place in sites.recorded_places:
+        hints = [_get(sample, place, store, RecordKind.HINT, tolerant) for sample in samples]
+        if any(hint is not None for hint in hints):
+            rows[place] = _stack(hints, place, sites, positions, sites.trace.hint_bits)
+    return rows
+
+
+def _codes(
+    samples: Sequence[RolloutSample], store: HintStore | None, sites: TraceSites, positions: int
+) -> dict[Place, HintRows]:
+    if not sites.diagnostics or store is None:
+        return {}
+    places = sorted(
+        {place for sample in samples for place in store.places(sample.sample_id, RecordKind.CODES)}
+    )
+    rows: dict[Place, HintRows] = {}
+    for place in places:
+        hints = [_get(sample, place, store, RecordKind.CODES, True) for sample in samples]
+        rows[place] = _stack(hints, place, sites, positions, 4)
+    return rows
+
+
+def _get(
+    sample: RolloutSample, place: Place, store: HintStore, kind: RecordKind, tolerant: bool
+) -> SiteHint | None:
+    key = HintKey(sample.sample_id, *place, sample.policy_version, sample.settings_digest)
+    try:
+        return store.get(key, num_rows=sample.num_rows, kind=kind)
+    except LookupError:
+        if tolerant:
+            return None
+        raise
+
+
+def _stack(
+    hints: Sequence[SiteHint | None],
+    place: Place,
+    sites: TraceSites,
+    positions: int,
+    num_bits: int,
+) -> HintRows:
+    width = sites.model_shape.row_width(place[1])
+    scale = sites.settings.global_scale(*place)
+    for hint in hints:
+        if hint is None:
+            continue
+        for name, got, expected in (
+            ("values of a row", hint.num_values, width),
+            ("bits per value", hint.num_bits, num_bits),
+            ("global scale", hint.global_scale, torch.tensor(scale).item()),
+        ):
+            if got != expected:
+                raise ValueError(f"hint has {name} {got}, expected {expected} ({hint.key})")
+    payload, scale_bytes, present = stack_rows(hints, positions)
+    return HintRows(num_bits, payload, scale_bytes, present)

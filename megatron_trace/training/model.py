@@ -1,0 +1,201 @@
+"""The trainer's HybridModel: built, bound to its TraceSites, and asked for log-probabilities.
+
+Legend: S positions, B samples.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from megatron.core.models.hybrid.hybrid_model import HybridModel
+from megatron.core.transformer import TransformerConfig
+
+from megatron_trace.config import TraceConfig
+from megatron_trace.formats import BLOCK_SIZE
+from megatron_trace.models.hybrid import (
+    HybridModules,
+    build_hybrid_model,
+    causal_mask,
+    decoder_layers,
+    named_expert_linears,
+)
+from megatron_trace.training.attention import AttentionPlace, GuidedCoreAttention
+from megatron_trace.training.experts import (
+    ExpertPlace,
+    GuidedMoELayer,
+    MoEPlace,
+    QuantisedWeightFc1,
+    QuantisedWeightFc2,
+)
+from megatron_trace.training.micro_batch import MicroBatch
+from megatron_trace.training.routing import install_keyed_replay
+from megatron_trace.training.sites import ModelShape, TraceSites
+
+QUANTISING_MODULES = HybridModules(
+    core_attention=GuidedCoreAttention,
+    moe_layer=GuidedMoELayer,
+    expert_fc1=QuantisedWeightFc1,
+    expert_fc2=QuantisedWeightFc2,
+)
+
+
+def build_trainer_model(
+    model_config: TransformerConfig,
+    *,
+    pattern: str,
+    vocab_size: int,
+    max_sequence_length: int,
+    trace: TraceConfig,
+    dtype: torch.dtype = torch.bfloat16,
+) -> tuple[HybridModel, TraceSites]:
+    """Builds a trainer model and what scopes its hints and routing.
+
+    With method bf16 the model has Megatron's plain modules: no quantiser can run.
+
+    Args:
+        model_config: Model configuration; not changed.
+        pattern: Hybrid layer pattern, such as `*E*E`.
+        vocab_size: Rows of the embedding.
+        max_sequence_length: Longest sequence in tokens.
+        trace: The run's configuration.
+        dtype: dtype of parameters and computation, BF16 or FP32.
+
+    Raises:
+        ValueError: The configuration asks for something that would break agreement with the
+            rollout or that this model does not support.
+    """
+    config = _with_dtype(model_config, dtype)
+    _require_supported(config, trace)
+    model = build_hybrid_model(
+        config,
+        pattern=pattern,
+        vocab_size=vocab_size,
+        max_sequence_length=max_sequence_length,
+        modules=HybridModules() if trace.method == "bf16" else QUANTISING_MODULES,
+    )
+    sites = TraceSites(
+        trace,
+        _model_shape(model, config, max_sequence_length),
+        replays=config.moe_enable_routing_replay,
+    )
+    install_keyed_replay(model, sites)
+    if sites.quantises:
+        _bind(model, sites)
+    return model, sites
+
+
+def token_logprobs(
+    model: torch.nn.Module,
+    sites: TraceSites,
+    micro_batch: MicroBatch,
+    *,
+    temperature: float = 1.0,
+) -> torch.Tensor:
+    """Gives the log-probability of every next token.
+
+    Args:
+        model: The trainer model, or its DDP wrapper.
+        sites: Its `TraceSites`, with the micro-batch in force.
+        micro_batch: The samples.
+        temperature: Temperature of the rollout's sampling.
+
+    Returns:
+        FP32 [B, S]; entry [b, s] belongs to token s + 1.
+
+    Raises:
+        RuntimeError: The micro-batch is not the one in force.
+    """
+    if sites.micro_batch_in_force is not micro_batch:
+        raise RuntimeError(
+            "token_logprobs needs its micro-batch in force; call it and backward inside `with "
+            "sites.micro_batch(micro_batch)`"
+        )
+    logits = model(
+        micro_batch.tokens[:, :-1],
+        micro_batch.positions,
+        causal_mask(micro_batch.num_positions),
+    )
+    logprobs = (logits.float() / temperature).log_softmax(-1)
+    return logprobs.gather(-1, micro_batch.tokens[:, 1:].unsqueeze(-1)).squeeze(-1)
+
+
+def _with_dtype(config: TransformerConfig, dtype: torch.dtype) -> TransformerConfig:
+    if dtype not in (torch.bfloat16, torch.float32):
+        raise ValueError(f"the trainer computes in bfloat16 or float32; got {dtype}")
+    config = copy.copy(config)
+    config.params_dtype = config.pipeline_dtype = config.autocast_dtype = dtype
+    config.bf16, config.fp16 = dtype == torch.bfloat16, False
+    return config
+
+
+def _require_supported(config: TransformerConfig, trace: TraceConfig) -> None:
+    unsupported: dict[str, bool] = {
+        "tensor_model_parallel_size > 1": config.tensor_model_parallel_size > 1,
+        "pipeline_model_parallel_size > 1": config.pipeline_model_parallel_size > 1,
+        "context_parallel_size > 1": config.context_parallel_size > 1,
+        "expert_tensor_parallel_size > 1": (config.expert_tensor_parallel_size or 1) > 1,
+        # The rollout has no dropout, drops no token and adds no noise.
+        "attention_dropout > 0": config.attention_dropout > 0,
+        "hidden_dropout > 0": config.hidden_dropout > 0,
+        "moe_expert_capacity_factor": config.moe_expert_capacity_factor is not None,
+        "moe_input_jitter_eps": config.moe_input_jitter_eps is not None,
+        # The probability is applied after fc2.
+        "moe_apply_probs_on_input": config.moe_apply_probs_on_input,
+        "add_bias_linear": config.add_bias_linear,
+    }
+    if trace.method != "bf16":
+        # It adds into weight.main_grad, which a quantised weight does not have.
+        unsupported["gradient_accumulation_fusion"] = config.gradient_accumulation_fusion
+        unsupported[f"kv_channels % {BLOCK_SIZE}"] = config.kv_channels % BLOCK_SIZE != 0
+        unsupported[f"hidden_size % {BLOCK_SIZE}"] = config.hidden_size % BLOCK_SIZE != 0
+        unsupported[f"moe_ffn_hidden_size % {BLOCK_SIZE}"] = (
+            config.moe_ffn_hidden_size % BLOCK_SIZE != 0
+        )
+    if config.moe_enable_routing_replay:
+        # Both choose experts without asking the replay instance.
+        unsupported["moe_router_fusion"] = config.moe_router_fusion
+        unsupported["moe_router_load_balancing_type"] = not set(
+            [config.moe_router_load_balancing_type]
+            if isinstance(config.moe_router_load_balancing_type, str)
+            else config.moe_router_load_balancing_type
+        ).isdisjoint({"sinkhorn", "quantile_balancing"})
+    for name, present in unsupported.items():
+        if present:
+            raise ValueError(
+                f"a trainer model with method {trace.method} does not support {name}; change the "
+                "model configuration"
+            )
+
+
+def _model_shape(
+    model: HybridModel, config: TransformerConfig, max_sequence_length: int
+) -> ModelShape:
+    layers = decoder_layers(model)
+    return ModelShape(
+        attention_layers=tuple(layer.index for layer in layers if layer.attention is not None),
+        moe_layers=tuple(layer.index for layer in layers if layer.moe is not None),
+        num_layers=len(layers),
+        num_experts=_required(config.num_moe_experts),
+        top_k=config.moe_router_topk,
+        hidden_size=config.hidden_size,
+        kv_values=_required(config.num_query_groups) * _required(config.kv_channels),
+        max_sequence_length=max_sequence_length,
+    )
+
+
+def _bind(model: HybridModel, sites: TraceSites) -> None:
+    """Tells every quantising module of the decoder where it stands; MTP's stay plain."""
+    for layer in decoder_layers(model):
+        if layer.attention is not None:
+            layer.attention.core_attention.place = AttentionPlace(sites, layer.index)
+        if layer.moe is not None:
+            layer.moe.place = MoEPlace(sites, layer.index)
+        for expert, matrix, linear in named_expert_linears(layer):
+            linear.place = ExpertPlace(sites, layer.index, expert, matrix, layer.moe)
+
+
+def _required(value: Any) -> Any:
+    assert value is not None, "TransformerConfig fills it in"
+    return value

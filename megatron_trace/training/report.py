@@ -1,0 +1,135 @@
+"""What the quantisers of a trainer model did since the last reset: calls, coverage, saturation."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+from megatron_trace.hints.types import Site
+from megatron_trace.metrics import CodeMismatch
+
+Place = tuple[int, Site]
+
+
+@dataclass(frozen=True)
+class SiteReport:
+    """Counts of one site over all decoder layers.
+
+    Rows are counted once per micro-batch, however often it is forwarded (recomputation, a second
+    pass); calls are counted each time. The row counts add up to the rows that were quantised.
+
+    Attributes:
+        calls: Calls of the quantiser.
+        guided: Rows rounded by the rollout's hint.
+        rejected: Rows whose hint the guard refused; rounded to nearest.
+        missing: Rows without a hint where hints are recorded; rounded to nearest.
+        not_recorded: Rows of places whose hints are not recorded: all of method qat and of fc2.
+        padding: Rows of padding; rounded to nearest.
+        blocks: Blocks that were quantised.
+        saturated_blocks: Blocks whose largest magnitude exceeds what the static global scale holds.
+    """
+
+    calls: int = 0
+    guided: int = 0
+    rejected: int = 0
+    missing: int = 0
+    not_recorded: int = 0
+    padding: int = 0
+    blocks: int = 0
+    saturated_blocks: int = 0
+
+    @property
+    def coverage(self) -> float:
+        """Share of the real rows that were guided; 0 if there were none."""
+        real = self.guided + self.rejected + self.missing + self.not_recorded
+        return self.guided / real if real else 0.0
+
+
+@dataclass(frozen=True)
+class TraceReport:
+    """Counts of one trainer model.
+
+    Attributes:
+        sites: Counts by site; only sites that were quantised.
+        weight_uses: Forward passes that took a quantised expert weight.
+        weights_quantised: Expert weights that had to be quantised for them.
+        routing_compared: (token, MoE layer) pairs whose live routing was compared with the
+            rollout's; 0 while routing is replayed.
+        routing_different: Those whose expert sets differ.
+        code_mismatch: Agreement with the rollout's full codes, by site; needs diagnostics.
+    """
+
+    sites: Mapping[Site, SiteReport] = field(default_factory=dict)
+    weight_uses: int = 0
+    weights_quantised: int = 0
+    routing_compared: int = 0
+    routing_different: int = 0
+    code_mismatch: Mapping[Site, CodeMismatch] = field(default_factory=dict)
+
+    @property
+    def routing_mismatch(self) -> float | None:
+        """Share of (token, layer) with another expert set; None if nothing was compared."""
+        if not self.routing_compared:
+            return None
+        return self.routing_different / self.routing_compared
+
+    def as_dict(self) -> dict[str, Any]:
+        """Gives plain numbers for a JSON line."""
+        plain = asdict(self)
+        for name in ("sites", "code_mismatch"):
+            plain[name] = {str(site): counts for site, counts in plain[name].items()}
+        for site, counts in self.sites.items():
+            plain["sites"][str(site)]["coverage"] = counts.coverage
+        plain["routing_mismatch"] = self.routing_mismatch
+        return plain
+
+
+class Tally:
+    """Running counts by place, kept on the device until they are read."""
+
+    def __init__(self) -> None:
+        self.calls: Counter[Place] = Counter()
+        self.weight_uses: Counter[tuple[int, int, str]] = Counter()
+        self.weights_quantised = 0
+        self.code_mismatch: dict[Place, CodeMismatch] = {}
+        self._rows: dict[Place, dict[str, int | torch.Tensor]] = {}
+        self._routing: list[tuple[int, torch.Tensor]] = []
+
+    def add_rows(self, place: Place, **counts: int | torch.Tensor) -> None:
+        """Adds to the counts of a place; names are fields of `SiteReport`."""
+        total = self._rows.setdefault(place, {})
+        for name, count in counts.items():
+            total[name] = total.get(name, 0) + count
+
+    def add_routing(self, compared: int, different: torch.Tensor) -> None:
+        """Adds one MoE layer's comparison of live and recorded routing."""
+        self._routing.append((compared, different))
+
+    def add_mismatch(self, place: Place, mismatch: CodeMismatch) -> None:
+        """Adds one comparison with the rollout's full codes."""
+        known = self.code_mismatch.get(place)
+        self.code_mismatch[place] = mismatch if known is None else known + mismatch
+
+    def report(self) -> TraceReport:
+        """Gives the counts so far."""
+        sites: dict[Site, Counter[str]] = {}
+        for (_, site), calls in self.calls.items():
+            sites.setdefault(site, Counter())["calls"] += calls
+        for (_, site), counts in self._rows.items():
+            for name, count in counts.items():
+                sites[site][name] += int(count)
+        mismatch: dict[Site, CodeMismatch] = {}
+        for (_, site), counts in self.code_mismatch.items():
+            mismatch[site] = mismatch[site] + counts if site in mismatch else counts
+        return TraceReport(
+            sites={site: SiteReport(**sites[site]) for site in Site if site in sites},
+            weight_uses=self.weight_uses.total(),
+            weights_quantised=self.weights_quantised,
+            routing_compared=sum(compared for compared, _ in self._routing),
+            routing_different=sum(int(different) for _, different in self._routing),
+            code_mismatch={site: mismatch[site] for site in Site if site in mismatch},
+        )

@@ -1,0 +1,104 @@
+"""Replay of the rollout's routing by key, and even routing for padding.
+
+Legend: L MoE layers, N rows of a micro-batch in the model's [S, B] order, E experts, k top-k.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from megatron.core.models.hybrid.hybrid_model import HybridModel
+from megatron.core.tensor_parallel.random import is_checkpointing
+from megatron.core.transformer.moe.router_replay import RouterReplay
+
+from megatron_trace.models.hybrid import decoder_layers
+from megatron_trace.training.sites import TraceSites
+
+
+class KeyedRouterReplay(RouterReplay):
+    """Gives one router the experts that the rollout chose for the rows of the current micro-batch.
+
+    Megatron's own class (0.19.2, transformer/moe/router_replay.py) enters itself into a list of the
+    process and replays recomputation from a FIFO. This one asks its model's `TraceSites` each time,
+    so recomputation, a second pass and a second live model all get what belongs to them. Outside a
+    micro-batch, or with replay off, the router chooses for itself.
+    """
+
+    def __init__(self, sites: TraceSites, moe_layer: int) -> None:
+        # Without super().__init__(), which would enter the instance into the process-global list.
+        self.sites = sites
+        self.moe_layer = moe_layer
+        self.router_replay_action = None
+        self.static_buffer = None
+        self.clear_indices()
+
+    def get_replay_topk(
+        self,
+        scores: torch.Tensor,
+        topk: int,
+        num_groups: int | None = None,
+        group_topk: int | None = None,
+        default_compute_topk: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Gives scores [N, k] and expert ids [N, k] of the rows."""
+        assert default_compute_topk is not None, "Megatron passes its own top-k"
+        recomputing = is_checkpointing() and torch.is_grad_enabled()
+        target = self.sites.replayed_experts(self.moe_layer, scores.shape[0], recomputing)
+        if target is not None:
+            target = target.to(scores.device)
+            return scores.gather(1, target), target
+        values, indices = default_compute_topk(scores, topk, num_groups, group_topk)
+        self.sites.compare_routing(self.moe_layer, indices)
+        return values, indices
+
+
+def install_keyed_replay(model: HybridModel, sites: TraceSites) -> int:
+    """Replaces the replay instances of the model's MoE layers and gives their number, L.
+
+    Routers without an instance (`moe_enable_routing_replay` off) stay without.
+    """
+    moe_layers: list[Any] = [layer.moe for layer in decoder_layers(model) if layer.moe is not None]
+    for ordinal, moe in enumerate(moe_layers):
+        if moe.router.router_replay is not None:
+            moe.router.router_replay = KeyedRouterReplay(sites, ordinal)
+    return len(moe_layers)
+
+
+def even_experts(loads: torch.Tensor, num_rows: int, top_k: int) -> torch.Tensor:
+    """Gives padding rows distinct experts so that all experts' loads end as even as they can.
+
+    Args:
+        loads: int64 [E]; rows that each expert has already.
+        num_rows: Padding rows.
+        top_k: Experts of a row.
+
+    Returns:
+        int64 [num_rows, top_k]. If no load exceeds the final mean, loads end within one of each
+        other.
+
+    Raises:
+        ValueError: There are fewer experts than top_k.
+    """
+    num_experts = loads.numel()
+    if top_k > num_experts:
+        raise ValueError(f"{top_k} distinct experts per row, but there are {num_experts}")
+    slots = num_rows * top_k
+    low, high = int(loads.min()), int(loads.max()) + slots + 1
+    while high - low > 1:
+        level = (low + high) // 2
+        if int((level - loads).clamp(0, num_rows).sum()) <= slots:
+            low = level
+        else:
+            high = level
+    quotas = (low - loads).clamp(0, num_rows)
+    left = slots - int(quotas.sum())
+    if left:
+        raised = (low + 1 - loads).clamp(0, num_rows)
+        candidates = (raised > quotas).nonzero()[:, 0]
+        # Evenly spaced, so that neighbouring experts, which share a rank, do not get them all.
+        quotas[candidates[torch.arange(left) * len(candidates) // left]] += 1
+    # An expert's slots are at most num_rows neighbours, so dealing them out never repeats a row.
+    dealt = torch.arange(num_experts).repeat_interleave(quotas)
+    return dealt.view(top_k, num_rows).T.contiguous()
