@@ -1,0 +1,77 @@
+"""Rewards: reasoning-gym's own scorers, applied to the answer that a response gives."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import reasoning_gym
+from reasoning_gym.utils import extract_answer as extract_tagged_answer
+
+if TYPE_CHECKING:  # Exporting tasks needs this module, but not torch.
+    from megatron_trace.hints.types import RolloutSample
+from megatron_trace.rl.tasks import END_TOKEN, CharTokenizer, TaskItem
+
+AnswerFormat = Literal["whole", "tagged"]
+
+
+def answer_of(text: str, answer_format: AnswerFormat) -> str | None:
+    """Gives the answer within a response, or None if it gives none.
+
+    The scorers credit an answer surrounded by other text in part, so a response must be reduced to
+    its answer before it is scored.
+
+    Args:
+        text: The response, without its end token.
+        answer_format: `whole`: the response is the answer. `tagged`: the last
+            <answer>...</answer> is.
+    """
+    answer = extract_tagged_answer(text) if answer_format == "tagged" else text.strip()
+    return answer or None
+
+
+def score_answer(answer: str | None, item: TaskItem) -> float:
+    """Gives the score of an answer, 0 to 1; 0 for None or empty.
+
+    Raises:
+        ValueError: reasoning-gym has no task of this name.
+    """
+    if not answer:
+        return 0.0
+    return float(_scorer(item.task)(answer, dict(item.entry)))
+
+
+@functools.cache
+def _scorer(task: str) -> Callable[[str, dict[str, Any]], float]:
+    # The annotation of reasoning-gym 0.1.25 says that the scorer takes no argument.
+    return reasoning_gym.get_score_answer_fn(task)  # pyright: ignore[reportReturnType]
+
+
+def score_samples(
+    samples: Sequence[RolloutSample],
+    items: Sequence[TaskItem],
+    tokenizer: CharTokenizer,
+    *,
+    answer_format: AnswerFormat = "whole",
+) -> list[float]:
+    """Gives the reward of every sample; 0 for a response that was cut before its end token.
+
+    Args:
+        samples: Finished rollouts.
+        items: The problem of each sample, in the same order.
+        tokenizer: Tokenizer of the samples.
+        answer_format: See `answer_of`.
+
+    Raises:
+        ValueError: Another number of samples than of items.
+    """
+    rewards = []
+    for sample, item in zip(samples, items, strict=True):
+        response = sample.response_tokens
+        if not response or response[-1] != END_TOKEN:
+            rewards.append(0.0)
+            continue
+        text = tokenizer.decode(response[:-1])
+        rewards.append(score_answer(answer_of(text, answer_format), item))
+    return rewards
