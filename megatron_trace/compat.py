@@ -1,0 +1,109 @@
+"""Every private upstream name and work-around that we rely on, with its version and reason.
+
+Each entry checks the version it was written against: an upgrade fails here, by name, before it
+changes a number silently.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from importlib.metadata import version
+from typing import Any
+
+import torch
+
+MEGATRON_CORE = "0.19."
+MODELOPT = "0.47."
+
+
+def require_version(package: str, prefix: str, reason: str) -> None:
+    """Raises RuntimeError unless the installed package is of the version we know.
+
+    Args:
+        package: Distribution name.
+        prefix: How its version must begin.
+        reason: What relies on it.
+    """
+    installed = version(package)
+    if not installed.startswith(prefix):
+        raise RuntimeError(
+            f"{reason} was written against {package} {prefix}x, but {installed} is installed; "
+            "install the version of constraints.txt, or check the entry in megatron_trace/compat.py"
+        )
+
+
+@contextlib.contextmanager
+def flash_attention_not_needed() -> Iterator[None]:
+    """Lets Megatron's dynamic batching run without the flash-attn package, inside the context.
+
+    `Attention.forward` asserts that flash-attn is installed whenever the context is dynamic, also
+    if a subclass brings its own paged attention. The assertion reads the module's flag only.
+    """
+    require_version("megatron-core", MEGATRON_CORE, "flash_attention_not_needed")
+    from megatron.core.transformer import attention
+
+    previous = attention.HAVE_FA3
+    attention.HAVE_FA3 = True
+    try:
+        yield
+    finally:
+        attention.HAVE_FA3 = previous
+
+
+def restore_attention_methods(attention: torch.nn.Module) -> None:
+    """Undoes ModelOpt's replacement of two methods on an attention instance.
+
+    `mtq.quantize` sets `flash_decode` and `flash_decode_and_prefill` of every Megatron attention
+    to functions that raise, because K/V quantisers inside `core_attention` would be bypassed by
+    the engine. Ours quantise when the cache is written.
+    """
+    require_version("nvidia-modelopt", MODELOPT, "restore_attention_methods")
+    for name in ("flash_decode", "flash_decode_and_prefill"):
+        attention.__dict__.pop(name, None)
+
+
+def restore_linear_functions() -> None:
+    """Undoes what ModelOpt leaves behind when a quantised linear raises.
+
+    Its linears replace Megatron's linear functions in their module during each forward and put
+    them back only if nothing was raised (`utils/core_utils.py`, `replace_function`); every other
+    model of the process would then use the quantisers of the linear that failed.
+    """
+    require_version("nvidia-modelopt", MODELOPT, "restore_linear_functions")
+    from megatron.core.tensor_parallel import layers
+
+    for name in ("linear_with_grad_accumulation_and_async_allreduce", "linear_with_frozen_weight"):
+        original = getattr(layers, f"_{name}", None)
+        if original is not None:
+            setattr(layers, name, original)
+            delattr(layers, f"_{name}")
+
+
+def set_sampler(controller: Any, sampler: Any) -> None:
+    """Gives Megatron's text generation controller another sampler.
+
+    The constructor offers a choice by name only; the attribute is private.
+    """
+    require_version("megatron-core", MEGATRON_CORE, "set_sampler")
+    assert hasattr(controller, "_sampling"), "TextGenerationController has no _sampling"
+    controller._sampling = sampler
+
+
+@contextlib.contextmanager
+def inference_mode_of_process() -> Iterator[None]:
+    """Sets Megatron's process-wide inference flag inside the context, then what it was before.
+
+    `InferenceMode.active()` clears the flag at its end whatever it was, and the constructor of
+    `DynamicInferenceEngine` leaves it set.
+    """
+    require_version("megatron-core", MEGATRON_CORE, "inference_mode_of_process")
+    from megatron.core.inference.utils import InferenceMode
+
+    was_active = InferenceMode.is_active()
+    InferenceMode.set_active()
+    try:
+        yield
+    finally:
+        if not was_active:
+            InferenceMode.unset_active()

@@ -1,0 +1,359 @@
+"""RolloutEngine: rollouts on Megatron's dynamic inference engine, in FP4 and with hints."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from megatron.core.inference.inference_request import DynamicInferenceRequest
+from megatron.core.models.hybrid.hybrid_model import HybridModel
+from megatron.core.transformer import TransformerConfig
+
+from megatron_trace.config import GUIDED_SITES, TraceConfig
+from megatron_trace.hints import HintStore, QuantizerSettings, RolloutSample, Site
+from megatron_trace.models.hybrid import causal_mask, decoder_layers
+from megatron_trace.rollout.kv_cache import kv_bytes_per_token
+from megatron_trace.rollout.model import build_engine_model
+from megatron_trace.rollout.prompts import require_usable
+from megatron_trace.rollout.quantize import (
+    calibrated_scales,
+    insert_quantisers,
+    recalibrate,
+    require_only_ours,
+)
+from megatron_trace.rollout.recorder import Place, Recorder
+from megatron_trace.rollout.sampling import SamplingSettings
+from megatron_trace.rollout.serving import Server
+from megatron_trace.rollout.sites import RolloutSites
+from megatron_trace.rollout.storing import store_records
+from megatron_trace.rollout.weights import copy_weights, plain_digest, quantise_experts
+
+
+class RolloutEngine:
+    """Generates samples in BF16 or FP4 and records what its quantisers did.
+
+    Order of calls: `load_weights`, `calibrate` (or `use_settings`), then `push_weights` and
+    `generate` in turn. Method bf16 needs no calibration.
+
+    Args:
+        model_config: Configuration of the trained model; the engine computes in BF16.
+        pattern: Hybrid layer pattern, such as `*E*E`.
+        vocab_size: Rows of the embedding.
+        max_sequence_length: Longest prompt and response together, in tokens.
+        trace: Settings of TRACE.
+        eod_token: Token that ends a response.
+        max_requests: Requests that run at a time.
+        block_size_tokens: Tokens of a page of the K/V cache.
+        model_id: Name of the model in the quantiser settings.
+        rotary_percent: Share of the head dim that RoPE rotates.
+        rotary_base: Base period of RoPE.
+
+    Attributes:
+        seconds: Seconds since construction: `rollout` (record included), `record`, `push`.
+        experts_without_calibration: By decoder layer, experts that got no calibration token.
+
+    Raises:
+        ValueError: The model is spread over ranks, or a quantised width is not a multiple of 16.
+    """
+
+    def __init__(
+        self,
+        model_config: TransformerConfig,
+        *,
+        pattern: str,
+        vocab_size: int,
+        max_sequence_length: int,
+        trace: TraceConfig,
+        eod_token: int,
+        max_requests: int = 64,
+        block_size_tokens: int = 32,
+        model_id: str = "",
+        rotary_percent: float = 1.0,
+        rotary_base: int = 10_000,
+    ) -> None:
+        self.trace = trace
+        self.model_id = model_id
+        self.max_sequence_length = max_sequence_length
+        self.quantised = trace.method != "bf16"
+        self.model = build_engine_model(
+            model_config,
+            quantised=self.quantised,
+            pattern=pattern,
+            vocab_size=vocab_size,
+            max_sequence_length=max_sequence_length,
+            rotary_percent=rotary_percent,
+            rotary_base=rotary_base,
+        )
+        self.layers = decoder_layers(self.model)
+        self._recorder = Recorder(self._recorded_places())
+        self.sites = RolloutSites(trace, self._recorder)
+        for layer in self.layers:
+            if layer.moe is not None:
+                layer.moe.place = (self.sites, layer.index)
+        self._server = Server(
+            self.model,
+            self.sites,
+            packed=self.quantised,
+            eod_token=eod_token,
+            max_requests=max_requests,
+            max_sequence_length=max_sequence_length,
+            block_size_tokens=block_size_tokens,
+        )
+        self.seconds = {"rollout": 0.0, "record": 0.0, "push": 0.0}
+        self.experts_without_calibration: dict[int, tuple[int, ...]] = {}
+        self._settings: QuantizerSettings | None = None
+        self._has_quantisers = False
+        self._has_plain_weights = False
+        self._policy_version: int | None = None
+
+    @property
+    def settings(self) -> QuantizerSettings | None:
+        """Settings of the quantisers; None before calibration and for method bf16."""
+        return self._settings
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes that a token's keys and values take in this engine's cache."""
+        return self._kv_bytes(packed=self.quantised)
+
+    @property
+    def kv_bytes_per_token_bf16(self) -> int:
+        """Bytes that they would take in BF16."""
+        return self._kv_bytes(packed=False)
+
+    def load_weights(self, named: Mapping[str, torch.Tensor]) -> None:
+        """Copies weights of a trainer without quantising them, for calibration.
+
+        Args:
+            named: BF16 or FP32 parameters by name.
+
+        Raises:
+            ValueError: A parameter is missing, unknown or of another shape.
+        """
+        copy_weights(self.model, named)
+        self._has_plain_weights = True
+        self._policy_version = None
+
+    def calibrate(self, token_batches: Iterable[torch.Tensor]) -> None:
+        """Fixes the global scales of all sites from what these tokens give.
+
+        Args:
+            token_batches: integer [B, S] each.
+
+        Raises:
+            RuntimeError: No unquantised weights are loaded, or a site saw no data.
+            ValueError: The method quantises nothing.
+        """
+        self._require_quantising("calibrate")
+        if not self._has_plain_weights:
+            raise RuntimeError("calibrate needs unquantised weights; call load_weights before it")
+        batches = list(token_batches)
+
+        @torch.no_grad()
+        def forward_loop(model: HybridModel) -> None:
+            for tokens in batches:
+                positions = torch.arange(tokens.shape[1], device=tokens.device)
+                model(tokens, positions.expand_as(tokens), causal_mask(tokens.shape[1]))
+
+        self._policy_version = None
+        if self._has_quantisers:
+            recalibrate(self.model, forward_loop)
+        else:
+            insert_quantisers(self.model, self.layers, self.sites, forward_loop)
+            self._has_quantisers = True
+        scales, self.experts_without_calibration = calibrated_scales(self.layers)
+        self.use_settings(QuantizerSettings(scales, model_id=self.model_id))
+
+    def use_settings(self, settings: QuantizerSettings) -> None:
+        """Takes the settings of another engine of the same model, instead of calibrating.
+
+        Raises:
+            ValueError: The settings are not those of an engine like this one.
+        """
+        self._require_quantising("use_settings")
+        own = QuantizerSettings({}, model_id=self.model_id)
+        for field in dataclasses.fields(QuantizerSettings):
+            theirs, ours = getattr(settings, field.name), getattr(own, field.name)
+            if field.name == "global_scales":
+                ours, theirs = sorted(self._places()), sorted(theirs)
+            if theirs != ours:
+                raise ValueError(
+                    f"settings with {field.name} {theirs} do not fit an engine with {ours}"
+                )
+        if not self._has_quantisers:
+            insert_quantisers(self.model, self.layers, self.sites, None)
+            self._has_quantisers = True
+        self._settings = settings
+        self.sites.use(settings)
+
+    def push_weights(self, named: Mapping[str, torch.Tensor], policy_version: int) -> str:
+        """Takes new weights of the trainer and quantises the routed experts.
+
+        Args:
+            named: BF16 or FP32 parameters by name; cast to BF16 before they are quantised.
+            policy_version: Version of the weights, noted in samples and hints.
+
+        Returns:
+            Digest of the quantised expert weights (method bf16: of all weights).
+
+        Raises:
+            RuntimeError: The engine is not calibrated.
+            ValueError: A parameter is missing, unknown or of another shape.
+        """
+        self._require_calibrated("push_weights")
+        started = time.perf_counter()
+        self.load_weights(named)
+        if self.quantised:
+            self._has_plain_weights = False
+            digest = quantise_experts(self.layers, self.trace.implementation)
+        else:
+            digest = plain_digest(self.model)
+        self._policy_version = policy_version
+        self.seconds["push"] += time.perf_counter() - started
+        return digest
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sample_ids: Sequence[str],
+        *,
+        store: HintStore | None,
+        sampling: SamplingSettings,
+        seed: int,
+    ) -> list[RolloutSample]:
+        """Samples a response to every prompt.
+
+        Args:
+            prompts: Token ids of each prompt.
+            sample_ids: Name of each sample, unique.
+            store: Gets the hints (method trace) and the full codes of diagnostic samples; None
+                records nothing.
+            sampling: How tokens are sampled.
+            seed: Seed of the sampling; the same seed gives the same samples.
+
+        Returns:
+            The samples in the order of the prompts.
+
+        Raises:
+            RuntimeError: The engine is not ready, an activation is NaN or Inf, or a site's
+                quantiser did not run; the engine is usable again afterwards.
+            ValueError: Prompts or sample ids cannot be used.
+        """
+        self._require_calibrated("generate")
+        if self._policy_version is None:
+            raise RuntimeError("generate needs weights; call push_weights before it")
+        require_usable(
+            prompts,
+            sample_ids,
+            max_new_tokens=sampling.max_new_tokens,
+            max_sequence_length=self.max_sequence_length,
+            vocab_size=self.model.vocab_size,
+            stored=() if store is None else store.sample_ids(),
+        )
+        if not prompts:
+            return []
+        started, put_before = time.perf_counter(), self._recorder.seconds
+        self.sites.calls.clear()
+        keep = store is not None and bool(self._recorder.places)
+        try:
+            requests = self._server.run(
+                prompts, sample_ids, sampling=sampling, seed=seed, keep=keep
+            )
+            self._require_quantisers_ran()
+            samples = [
+                self._sample(sample_id, request)
+                for sample_id, request in zip(sample_ids, requests, strict=True)
+            ]
+            storing = time.perf_counter()
+            if store is not None and keep:
+                self._store(store, samples)
+            self.seconds["record"] += time.perf_counter() - storing
+        finally:
+            self._recorder.stop()
+        self.seconds["record"] += self._recorder.seconds - put_before
+        self.seconds["rollout"] += time.perf_counter() - started
+        return samples
+
+    def _store(self, store: HintStore, samples: list[RolloutSample]) -> None:
+        assert self._settings is not None, "only a quantising engine records"
+        store_records(
+            store,
+            samples,
+            self._recorder.take([sample.num_rows for sample in samples]),
+            self._settings.global_scales,
+            hint_bits=self.trace.hint_bits,
+            hint_sites=self._hint_sites(),
+            diagnostic_share=self.trace.diagnostic_share,
+        )
+
+    def _sample(self, sample_id: str, request: DynamicInferenceRequest) -> RolloutSample:
+        assert self._policy_version is not None, "checked by generate"
+        response = tuple(int(token) for token in request.generated_tokens)
+        if request.routing_indices is None:
+            raise RuntimeError(f"sample {sample_id}: Megatron's engine recorded no routing")
+        return RolloutSample(
+            sample_id=sample_id,
+            prompt_tokens=tuple(request.prompt_tokens.tolist()),
+            response_tokens=response,
+            logprobs=torch.tensor(request.generated_log_probs, dtype=torch.float32),
+            routing=torch.as_tensor(request.routing_indices, dtype=torch.int16),
+            policy_version=self._policy_version,
+            settings_digest=self._settings.digest() if self._settings is not None else "",
+            finish_reason="stop" if response[-1] == self._server.eod_token else "length",
+        )
+
+    def _places(self) -> list[Place]:
+        places: list[Place] = []
+        for layer in self.layers:
+            if layer.moe is not None:
+                places += [(layer.index, Site.FC1), (layer.index, Site.FC2)]
+            if layer.attention is not None:
+                places += [(layer.index, Site.K), (layer.index, Site.V)]
+        return places
+
+    def _recorded_places(self) -> list[Place]:
+        if not self.quantised:
+            return []
+        sites = GUIDED_SITES if self.trace.diagnostic_share > 0 else self._hint_sites()
+        layers = self.trace.recorded_layers(1 + max(layer.index for layer in self.layers))
+        return [
+            (layer, site) for layer, site in self._places() if layer in layers and site in sites
+        ]
+
+    def _hint_sites(self) -> tuple[Site, ...]:
+        if self.trace.method != "trace":
+            return ()
+        return tuple(Site(site) for site in self.trace.hint_sites)
+
+    def _kv_bytes(self, *, packed: bool) -> int:
+        num_layers = sum(layer.attention is not None for layer in self.layers)
+        return kv_bytes_per_token(self.model.config, num_layers, packed=packed)
+
+    def _require_quantising(self, call: str) -> None:
+        if not self.quantised:
+            raise ValueError(f"{call} has no effect with method={self.trace.method}; leave it out")
+
+    def _require_calibrated(self, call: str) -> None:
+        if self.quantised and self._settings is None:
+            raise RuntimeError(
+                f"{call} needs the quantisers' global scales; call load_weights and calibrate, or "
+                "use_settings, before it"
+            )
+
+    def _require_quantisers_ran(self) -> None:
+        """Checks that every site of ours was quantised, and nothing else."""
+        if not self.quantised:
+            return
+        require_only_ours(self.model)
+        idle = [
+            site
+            for site in sorted({site for _, site in self._places()})
+            if not self.sites.calls[site]
+        ]
+        if idle:
+            raise RuntimeError(
+                f"the rollout called no quantiser at the sites {', '.join(idle)}; calls: "
+                f"{dict(self.sites.calls)}"
+            )

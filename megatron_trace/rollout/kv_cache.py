@@ -1,0 +1,185 @@
+"""The engine's paged K/V cache: plain, or packed FP4 codes with their block scales.
+
+Legend: T tokens of a step (padded), G key/value heads, D head dim, P pages, S tokens of a page,
+R requests, M tokens that are read of each request.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.inference.config import InferenceConfig, KVCacheManagementMode
+from megatron.core.inference.contexts.dynamic_context import DynamicInferenceContext
+from megatron.core.transformer import TransformerConfig
+
+from megatron_trace.formats import BLOCK_SIZE, decode, unpack_codes
+from megatron_trace.hints import Site
+from megatron_trace.rollout.sites import OPERAND_DTYPE, RolloutSites
+
+_SITES = (Site.K, Site.V)
+
+
+@dataclass(frozen=True)
+class Pages:
+    """The pages of keys or values of one layer.
+
+    Attributes:
+        stored: [P, S, G, D], or uint8 [P, S, G, D / 2 + D / 16] if packed.
+        global_scale: FP32 0-d tensor if packed, None if plain.
+    """
+
+    stored: torch.Tensor
+    global_scale: torch.Tensor | None = None
+
+    def read(self, block_table: torch.Tensor, num_tokens: int) -> torch.Tensor:
+        """Gives the first tokens of each request, [R, M, G, D].
+
+        Args:
+            block_table: integer [R, >= pages of M tokens]; page ids, -1 where there is none.
+            num_tokens: M.
+        """
+        num_pages = -(-num_tokens // self.stored.shape[1])
+        pages = block_table[:, :num_pages].long().clamp(min=0)
+        values = self.stored[pages].flatten(1, 2)[:, :num_tokens]
+        if self.global_scale is None:
+            return values
+        return unpack_values(values, self.global_scale)
+
+
+def unpack_values(packed: torch.Tensor, global_scale: torch.Tensor) -> torch.Tensor:
+    """Gives the BF16 values [..., D] of packed ones, uint8 [..., D / 2 + D / 16]."""
+    head_dim = packed.shape[-1] * BLOCK_SIZE // (BLOCK_SIZE // 2 + 1)
+    codes, scale_bytes = packed.split([head_dim // 2, head_dim // BLOCK_SIZE], dim=-1)
+    return decode(unpack_codes(codes), scale_bytes.contiguous(), global_scale, OPERAND_DTYPE)
+
+
+def kv_bytes_per_token(
+    config: TransformerConfig, num_attention_layers: int, *, packed: bool
+) -> int:
+    """Gives the bytes that keys and values of a token take in the cache, over all layers."""
+    num_heads = config.num_query_groups or config.num_attention_heads
+    head_dim = config.kv_channels
+    per_head = _packed_bytes(head_dim) if packed else head_dim * config.params_dtype.itemsize
+    return 2 * num_attention_layers * num_heads * per_head
+
+
+def _packed_bytes(head_dim: int) -> int:
+    return head_dim // 2 + head_dim // BLOCK_SIZE
+
+
+class PlainKVContext(DynamicInferenceContext):
+    """Megatron's context with our own write, which needs neither Triton nor a GPU.
+
+    Args:
+        model_config: Configuration of the engine's model.
+        inference_config: Configuration of Megatron's engine.
+        sites: Sites of the engine.
+        decoder_layers: Decoder layer of each attention layer, in order.
+    """
+
+    def __init__(
+        self,
+        model_config: TransformerConfig,
+        inference_config: InferenceConfig,
+        *,
+        sites: RolloutSites,
+        decoder_layers: tuple[int, ...],
+    ) -> None:
+        if inference_config.kv_cache_management_mode != KVCacheManagementMode.PERSIST:
+            raise ValueError(
+                f"{type(self).__name__} supports kv_cache_management_mode=persist only; got "
+                f"{inference_config.kv_cache_management_mode}"
+            )
+        self.model_config = model_config
+        self.sites = sites
+        self.decoder_layers = decoder_layers
+        super().__init__(model_config=model_config, inference_config=inference_config)
+
+    def initialize_attention_state(self, **kwargs: Any) -> Any:
+        """Prepares a step and tells the recorder whose rows it computes."""
+        event = super().initialize_attention_state(**kwargs)
+        rows = slice(0, self.active_token_count)
+        requests = self.token_to_request_idx[rows].long()
+        self.sites.recorder.begin_step(self.request_ids[requests], self.token_to_pos_ids[rows])
+        return event
+
+    def append_key_value_cache(
+        self, layer_number: int, key: torch.Tensor, value: torch.Tensor
+    ) -> None:
+        """Writes the step's keys and values, both [T, 1, G, D], after RoPE."""
+        attention_layer = self.layer_map[layer_number - 1]
+        rows = slice(0, self.padded_active_token_count)
+        block = self.gpu_view.token_to_block_idx[rows].long()
+        offset = self.gpu_view.token_to_local_position_within_kv_block[rows].long()
+        layer = self.decoder_layers[attention_layer]
+        for index, (site, x) in enumerate(zip(_SITES, (key, value), strict=True)):
+            stored = self.stored_form(layer, site, x.squeeze(1)[rows])
+            self.memory_buffer[index, attention_layer, block, offset] = stored
+
+    def stored_form(self, layer: int, site: Site, x: torch.Tensor) -> torch.Tensor:
+        """Gives what is stored for x, [T, G, D]; here x itself."""
+        self.sites.check_finite(layer, site, x.flatten(1))
+        return x
+
+    def key_value_cache(self, layer_number: int) -> tuple[Pages, Pages, torch.Tensor]:
+        """Gives the pages of keys and values of a layer and the block table."""
+        keys, values, block_table = super().key_value_cache(layer_number)
+        return Pages(keys), Pages(values), block_table
+
+    def _allocate_memory_buffer(self) -> None:
+        super()._allocate_memory_buffer()
+        # Masked positions are read too, and NaN times probability 0 is NaN.
+        self.memory_buffer.zero_()
+
+
+class PackedKVContext(PlainKVContext):
+    """Paged cache of FP4 codes and block scales: D / 2 + D / 16 bytes per token and head.
+
+    Keys and values are quantised once, when they are written, and attention reads them back from
+    the bytes in prefill and in decode.
+    """
+
+    @property
+    def block_size_bytes(self) -> int:
+        """Bytes of one block of tokens over all layers, from which the block count follows."""
+        per_token = kv_bytes_per_token(self.model_config, self.num_attention_layers, packed=True)
+        return self.block_size_tokens * per_token
+
+    @block_size_bytes.setter
+    def block_size_bytes(self, unpacked: int) -> None:
+        # Megatron computes the size from params_dtype in __init__, without a hook.
+        assert unpacked > 0
+
+    def stored_form(self, layer: int, site: Site, x: torch.Tensor) -> torch.Tensor:
+        """Gives packed codes and scale bytes of x, [T, G, D], as uint8 [T, G, D / 2 + D / 16]."""
+        _, packed_codes, scale_bytes = self.sites.record(layer, site, x.flatten(1))
+        heads = x.shape[1]
+        return torch.cat(
+            (packed_codes.unflatten(1, (heads, -1)), scale_bytes.unflatten(1, (heads, -1))), dim=-1
+        )
+
+    def key_value_cache(self, layer_number: int) -> tuple[Pages, Pages, torch.Tensor]:
+        """Gives the packed pages of keys and values of a layer and the block table."""
+        keys, values, block_table = super().key_value_cache(layer_number)
+        layer = self.decoder_layers[self.layer_map[layer_number - 1]]
+        return (
+            Pages(keys.stored, self.sites.scale(layer, Site.K)),
+            Pages(values.stored, self.sites.scale(layer, Site.V)),
+            block_table,
+        )
+
+    def _allocate_memory_buffer(self) -> None:
+        self.memory_buffer = torch.zeros(
+            (
+                2,
+                self.num_attention_layers,
+                self.kv_block_allocator.total_count,
+                self.block_size_tokens,
+                self.num_attention_heads_per_partition,
+                _packed_bytes(self.hidden_size_per_attention_head),
+            ),
+            dtype=torch.uint8,
+            device=torch.cuda.current_device(),
+        )

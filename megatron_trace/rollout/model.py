@@ -1,0 +1,93 @@
+"""The model of the rollout engine: the trainer's, in BF16, with the engine's modules."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from megatron.core.models.hybrid.hybrid_model import HybridModel
+from megatron.core.transformer import TransformerConfig
+
+from megatron_trace.formats import BLOCK_SIZE
+from megatron_trace.models.hybrid import HybridModules, build_hybrid_model
+from megatron_trace.rollout.attention import EngineCoreAttention, PagedSelfAttention
+from megatron_trace.rollout.moe import EngineMoELayer
+
+
+def build_engine_model(
+    model_config: TransformerConfig,
+    *,
+    quantised: bool,
+    pattern: str,
+    vocab_size: int,
+    max_sequence_length: int,
+    rotary_percent: float,
+    rotary_base: int,
+) -> HybridModel:
+    """Builds the model in BF16, in evaluation mode and without gradients.
+
+    Args:
+        model_config: Configuration of the trained model.
+        quantised: Whether widths must be whole blocks.
+        pattern: Hybrid layer pattern, such as `*E*E`.
+        vocab_size: Rows of the embedding.
+        max_sequence_length: Longest sequence in tokens.
+        rotary_percent: Share of the head dim that RoPE rotates.
+        rotary_base: Base period of RoPE.
+
+    Raises:
+        ValueError: The model is spread over ranks, or a quantised width is not a multiple of 16.
+    """
+    _require_one_rank(model_config)
+    if quantised:
+        _require_whole_blocks(model_config)
+    config = dataclasses.replace(
+        model_config,
+        params_dtype=torch.bfloat16,
+        pipeline_dtype=torch.bfloat16,
+        bf16=True,
+        fp16=False,
+        moe_enable_routing_replay=True,
+    )
+    model = build_hybrid_model(
+        config,
+        pattern=pattern,
+        vocab_size=vocab_size,
+        max_sequence_length=max_sequence_length,
+        modules=HybridModules(
+            self_attention=PagedSelfAttention,
+            core_attention=EngineCoreAttention,
+            moe_layer=EngineMoELayer,
+        ),
+        rotary_percent=rotary_percent,
+        rotary_base=rotary_base,
+    )
+    return model.to(torch.cuda.current_device()).eval().requires_grad_(False)
+
+
+def _require_one_rank(config: TransformerConfig) -> None:
+    for name in (
+        "tensor_model_parallel_size",
+        "pipeline_model_parallel_size",
+        "expert_model_parallel_size",
+        "context_parallel_size",
+    ):
+        if getattr(config, name) != 1:
+            raise ValueError(
+                f"the rollout engine holds the whole model on one rank; got {name}="
+                f"{getattr(config, name)}; give it a configuration with {name}=1"
+            )
+
+
+def _require_whole_blocks(config: TransformerConfig) -> None:
+    for name, site in (
+        ("hidden_size", "fc1"),
+        ("moe_ffn_hidden_size", "fc2"),
+        ("kv_channels", "k and v"),
+    ):
+        width = getattr(config, name)
+        if width % BLOCK_SIZE:
+            raise ValueError(
+                f"{name} must be a multiple of {BLOCK_SIZE}, the block of NVFP4, to quantise site "
+                f"{site}; got {width}"
+            )

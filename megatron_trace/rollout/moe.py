@@ -1,0 +1,45 @@
+"""MoE layer of the rollout engine: its routed input passes one quantiser before dispatch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.transformer import TransformerConfig
+
+from megatron_trace.hints import Site
+from megatron_trace.models.moe import DispatchInputMoELayer
+from megatron_trace.rollout.sites import RolloutSites
+
+
+class EngineMoELayer(DispatchInputMoELayer):
+    """MoE layer whose `dispatch_input_quantizer`, attached by ModelOpt, quantises each token once.
+
+    Attributes:
+        place: (sites of the engine, decoder layer), set once the model is built.
+        dispatch_input_quantizer: ModelOpt's quantiser; None while the layer is not quantised.
+    """
+
+    def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        self.place: tuple[RolloutSites, int] | None = None
+        self.dispatch_input_quantizer: torch.nn.Module | None = None
+
+    def transform_dispatch_input(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Gives the fake-quantised input [S, B, H]; the input itself if not quantised."""
+        if self.dispatch_input_quantizer is not None:
+            return self.dispatch_input_quantizer(hidden_states)
+        if self.place is not None:
+            sites, layer = self.place
+            sites.check_finite(layer, Site.FC1, hidden_states.flatten(0, 1))
+        return hidden_states
+
+    def token_of_row(self, expert: int, row: int) -> int:
+        """Gives the token whose copy is a row of an expert's input, on one rank.
+
+        Args:
+            expert: Expert of the layer.
+            row: Row of what the expert got in the running forward.
+        """
+        routing_map = self.token_dispatcher.routing_map
+        return int(routing_map[:, expert].nonzero()[row])

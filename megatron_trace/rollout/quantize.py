@@ -1,0 +1,218 @@
+"""ModelOpt's quantisers in the engine's model: where they sit, what they call, their scales.
+
+ModelOpt inserts, configures and calibrates them; a registered backend makes the numbers, those of
+`megatron_trace.formats`. A quantiser without a place of ours cannot run.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import modelopt.torch.quantization as mtq
+import torch
+from megatron.core.models.hybrid.hybrid_model import HybridModel
+from modelopt.torch.quantization.nn import QuantModule, QuantModuleRegistry, TensorQuantizer
+from modelopt.torch.quantization.nn.modules.tensor_quantizer import register_quant_backend
+
+from megatron_trace import compat
+from megatron_trace.formats import global_scale_from_amax
+from megatron_trace.hints import QuantizerSettings, Site
+from megatron_trace.models.hybrid import DecoderLayer, named_expert_linears
+from megatron_trace.rollout.attention import EngineCoreAttention
+from megatron_trace.rollout.moe import EngineMoELayer
+from megatron_trace.rollout.sites import RolloutSites
+
+BACKEND = "trace_nvfp4"
+
+# What a quantiser does. Kept outside of it: ModelOpt saves all its attributes in the model's state.
+_ACTIONS: weakref.WeakKeyDictionary[TensorQuantizer, Callable[[torch.Tensor], torch.Tensor]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+@QuantModuleRegistry.register({EngineMoELayer: "megatron_trace.EngineMoELayer"})
+class _QuantEngineMoELayer(QuantModule):
+    def _setup(self) -> None:
+        self.dispatch_input_quantizer = TensorQuantizer()
+
+
+@QuantModuleRegistry.register({EngineCoreAttention: "megatron_trace.EngineCoreAttention"})
+class _QuantEngineCoreAttention(QuantModule):
+    def _setup(self) -> None:
+        self.k_bmm_quantizer = TensorQuantizer()
+        self.v_bmm_quantizer = TensorQuantizer()
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        return super().forward(
+            query, self.k_bmm_quantizer(key), self.v_bmm_quantizer(value), *args, **kwargs
+        )
+
+
+def _quantise(inputs: torch.Tensor, quantiser: TensorQuantizer) -> torch.Tensor:
+    """ModelOpt's entry to our numbers."""
+    action = _ACTIONS.get(quantiser)
+    if action is None:
+        raise RuntimeError(
+            f"a ModelOpt quantiser with backend {BACKEND} ran outside the sites of TRACE, on an "
+            f"input of shape {tuple(inputs.shape)}; only routed experts and K/V are quantised"
+        )
+    return action(inputs)
+
+
+register_quant_backend(BACKEND, _quantise)
+
+
+def set_action(quantiser: TensorQuantizer, action: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Says what a quantiser does to its input."""
+    _ACTIONS[quantiser] = action
+
+
+def quant_config() -> dict[str, Any]:
+    """Gives ModelOpt's configuration: routed experts W4A4, K/V FP4, fc1's input before dispatch."""
+    config = copy.deepcopy(mtq.NVFP4_EXPERTS_ONLY_CFG)
+    kv_rules = copy.deepcopy(mtq.NVFP4_KV_CFG["quant_cfg"])
+    nvfp4 = kv_rules[0]["cfg"]
+    config["quant_cfg"] += [
+        *kv_rules,
+        {"quantizer_name": "*dispatch_input_quantizer", "cfg": nvfp4},
+        {"quantizer_name": "*.experts.*linear_fc1.input_quantizer", "enable": False},
+    ]
+    for rule in config["quant_cfg"]:
+        if rule.get("cfg"):
+            rule["cfg"] = {**rule["cfg"], "backend": BACKEND}
+    return config
+
+
+def insert_quantisers(
+    model: HybridModel,
+    layers: Sequence[DecoderLayer],
+    sites: RolloutSites,
+    forward_loop: Callable[[HybridModel], None] | None,
+) -> None:
+    """Lets ModelOpt attach its quantisers and calibrate them, and gives each its place.
+
+    Args:
+        model: Model of the engine; changed in place.
+        layers: Its decoder layers.
+        sites: What quantises there.
+        forward_loop: Runs the calibration tokens through the model; None attaches only.
+    """
+    try:
+        mtq.quantize(model, quant_config(), forward_loop)
+    finally:
+        compat.restore_linear_functions()
+    for layer in layers:
+        if layer.attention is not None:
+            compat.restore_attention_methods(layer.attention)
+            core = layer.attention.core_attention
+            for site, quantiser in ((Site.K, core.k_bmm_quantizer), (Site.V, core.v_bmm_quantizer)):
+                set_action(quantiser, partial(_record, sites, layer.index, site))
+        if layer.moe is not None:
+            moe = layer.moe
+            set_action(moe.dispatch_input_quantizer, partial(_record, sites, layer.index, Site.FC1))
+            for expert, matrix, linear in named_expert_linears(layer):
+                # Weights are quantised at a push, not at every forward.
+                linear.weight_quantizer.disable()
+                if matrix == "fc2":
+                    row_of = partial(moe.token_of_row, expert)
+                    set_action(
+                        linear.input_quantizer,
+                        partial(sites.quantise, layer.index, Site.FC2, row_of=row_of),
+                    )
+
+
+def recalibrate(model: HybridModel, forward_loop: Callable[[HybridModel], None]) -> None:
+    """Lets ModelOpt collect the activation amax anew."""
+    try:
+        mtq.calibrate(model, "max", forward_loop)
+    finally:
+        compat.restore_linear_functions()
+
+
+def calibrated_scales(
+    layers: Iterable[DecoderLayer],
+) -> tuple[dict[tuple[int, Site], float], dict[int, tuple[int, ...]]]:
+    """Gives the global scale of every place from what the quantisers saw.
+
+    The experts of a layer share the amax of fc2's input, also those that got no token.
+
+    Returns:
+        scales: By (decoder layer, site).
+        unseen: By decoder layer, the experts that got no calibration token.
+
+    Raises:
+        RuntimeError: A quantiser saw nothing (for fc2: those of all experts of a layer).
+    """
+    scales: dict[tuple[int, Site], float] = {}
+    unseen: dict[int, tuple[int, ...]] = {}
+    for layer in layers:
+        places: dict[Site, dict[int, TensorQuantizer]] = {}
+        if layer.attention is not None:
+            core = layer.attention.core_attention
+            places |= {Site.K: {0: core.k_bmm_quantizer}, Site.V: {0: core.v_bmm_quantizer}}
+        if layer.moe is not None:
+            places[Site.FC1] = {0: layer.moe.dispatch_input_quantizer}
+            places[Site.FC2] = {
+                expert: linear.input_quantizer
+                for expert, matrix, linear in named_expert_linears(layer)
+                if matrix == "fc2"
+            }
+        for site, quantisers in places.items():
+            seen = {key: q.amax for key, q in quantisers.items() if q.amax is not None}
+            if not seen:
+                raise RuntimeError(
+                    f"layer {layer.index}, site {site}: the quantiser saw no calibration data"
+                    + (" (no expert of the layer got a token)" if site == Site.FC2 else "")
+                    + "; calibrate with more tokens"
+                )
+            amax = torch.stack([value.float().reshape(()) for value in seen.values()]).max()
+            for quantiser in quantisers.values():
+                quantiser.amax = amax.clone()
+            scales[layer.index, site] = float(global_scale_from_amax(amax))
+            if site == Site.FC2:
+                unseen[layer.index] = tuple(key for key in quantisers if key not in seen)
+    return scales, unseen
+
+
+def require_only_ours(model: HybridModel) -> None:
+    """Checks that every enabled quantiser of the model has a place of ours.
+
+    Raises:
+        RuntimeError: Another one is enabled.
+    """
+    foreign = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, TensorQuantizer) and module.is_enabled and module not in _ACTIONS
+    ]
+    if foreign:
+        raise RuntimeError(
+            f"ModelOpt quantisers outside the sites of TRACE are enabled: {', '.join(foreign)}"
+        )
+
+
+def _record(sites: RolloutSites, layer: int, site: Site, x: torch.Tensor) -> torch.Tensor:
+    """Quantises [S, B, H] or [S, B, G, D], in which a row is a token."""
+    y, _, _ = sites.record(layer, site, x.flatten(0, 1).flatten(1))
+    return y.view_as(x)
+
+
+__all__ = [
+    "QuantizerSettings",
+    "calibrated_scales",
+    "insert_quantisers",
+    "recalibrate",
+    "require_only_ours",
+    "set_action",
+]

@@ -1,0 +1,188 @@
+"""What the engine's quantisers did, by sample, token position, decoder layer and site.
+
+Legend: N rows of one engine step that belong to a request, R rows of a sample, K values of a row,
+B = K / 16 blocks of a row.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from megatron_trace.hints import Site
+
+Place = tuple[int, Site]
+
+
+@dataclass
+class _Step:
+    """One forward of the engine: whose rows it computed, and what the quantisers gave."""
+
+    request_ids: torch.Tensor
+    positions: torch.Tensor
+    rows: dict[Place, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+
+
+class Recorder:
+    """Collects packed codes and scale bytes as the quantisers give them; never quantises itself.
+
+    Args:
+        places: (decoder layer, site) whose rows are kept.
+
+    Attributes:
+        seconds: Time spent in `put` since construction.
+    """
+
+    def __init__(self, places: Iterable[Place]) -> None:
+        self.places = frozenset(places)
+        self.seconds = 0.0
+        self._sample_ids: Sequence[str] = ()
+        self._first_request_id = 0
+        self._keep = False
+        self._steps: list[_Step] = []
+
+    def start(self, sample_ids: Sequence[str], first_request_id: int, *, keep: bool) -> None:
+        """Begins a rollout whose requests have consecutive ids, in the order of the samples.
+
+        Args:
+            sample_ids: Names of the samples.
+            first_request_id: The engine's id of the first of them.
+            keep: Whether rows are kept; otherwise only the samples of the rows are known.
+        """
+        self._sample_ids, self._first_request_id = sample_ids, first_request_id
+        self._keep = keep
+        self._steps = []
+
+    def stop(self) -> None:
+        """Ends the rollout and forgets what was not taken."""
+        self._sample_ids, self._steps, self._keep = (), [], False
+
+    def begin_step(self, request_ids: torch.Tensor, positions: torch.Tensor) -> None:
+        """Says to which request and token position the first N rows of the next forward belong.
+
+        Args:
+            request_ids: integer [N]; the engine's buffers, copied here.
+            positions: integer [N].
+        """
+        if self._sample_ids:
+            steps = self._steps if self._keep else []
+            steps.append(_Step(request_ids.long().clone(), positions.long().clone()))
+            self._steps = steps
+
+    @property
+    def num_rows(self) -> int | None:
+        """Rows of the running step that belong to a request; None outside a rollout."""
+        return len(self._steps[-1].positions) if self._steps else None
+
+    def sample_of_row(self, row: int) -> str:
+        """Names sample and position of a row of the running step, for error messages."""
+        if self.num_rows is None:
+            return f"row {row} (no rollout is running)"
+        step = self._steps[-1]
+        index = int(step.request_ids[row]) - self._first_request_id
+        return f"sample {self._sample_ids[index]}, position {int(step.positions[row])}"
+
+    def put(
+        self, layer: int, site: Site, packed_codes: torch.Tensor, scale_bytes: torch.Tensor
+    ) -> None:
+        """Keeps what a quantiser gave for the rows of the running step.
+
+        Args:
+            layer: Decoder layer.
+            site: Site.
+            packed_codes: uint8 [>= N, K / 2]; rows beyond N are padding.
+            scale_bytes: uint8 [>= N, B].
+
+        Raises:
+            RuntimeError: The place was recorded in this step already.
+        """
+        place = (layer, site)
+        if not (self._keep and self._steps and place in self.places):
+            return
+        started = time.perf_counter()
+        step = self._steps[-1]
+        if place in step.rows:
+            raise RuntimeError(
+                f"layer {layer}, site {site} was quantised twice in one step of the engine; its "
+                "rows cannot be told apart"
+            )
+        rows = len(step.positions)
+        # A view would keep the padding alive.
+        step.rows[place] = (packed_codes[:rows].clone(), scale_bytes[:rows].clone())
+        self.seconds += time.perf_counter() - started
+
+    def take(self, num_rows: Sequence[int]) -> dict[Place, list[tuple[torch.Tensor, torch.Tensor]]]:
+        """Gives the rows of every sample in the order of its positions.
+
+        Args:
+            num_rows: R of each sample, in the order of the samples.
+
+        Returns:
+            By place, for each sample: packed codes uint8 [R, K / 2], scale bytes uint8 [R, B]
+            (views of one tensor).
+
+        Raises:
+            RuntimeError: A position of a sample was not recorded exactly once.
+        """
+        order = self._row_order(num_rows)
+        records = {
+            place: list(
+                zip(
+                    *(
+                        torch.cat([self._rows(step, place)[part] for step in self._steps])[order]
+                        .cpu()
+                        .split(list(num_rows))
+                        for part in (0, 1)
+                    ),
+                    strict=True,
+                )
+            )
+            for place in sorted(self.places)
+        }
+        self._steps = []
+        return records
+
+    def _rows(self, step: _Step, place: Place) -> tuple[torch.Tensor, torch.Tensor]:
+        if place not in step.rows:
+            layer, site = place
+            raise RuntimeError(
+                f"layer {layer}, site {site} was not quantised in a step that computed "
+                f"{len(step.positions)} rows, the first of {self._name(int(step.request_ids[0]))}; "
+                "the engine bypassed its quantiser"
+            )
+        return step.rows[place]
+
+    def _row_order(self, num_rows: Sequence[int]) -> torch.Tensor:
+        """Gives the permutation that sorts the recorded rows by sample and position."""
+        samples = torch.cat([step.request_ids for step in self._steps]) - self._first_request_id
+        positions = torch.cat([step.positions for step in self._steps])
+        expected_samples = torch.repeat_interleave(torch.tensor(num_rows))
+        starts = torch.tensor(num_rows).cumsum(0) - torch.tensor(num_rows)
+        expected_positions = torch.arange(len(expected_samples)) - starts[expected_samples]
+        stride = 1 + max(int(positions.max()), max(num_rows))
+        keys, order = (samples * stride + positions).sort()
+        expected = expected_samples * stride + expected_positions
+        if not torch.equal(keys.cpu(), expected):
+            self._raise_wrong_coverage(keys.cpu(), expected, stride, num_rows)
+        return order
+
+    def _raise_wrong_coverage(
+        self, keys: torch.Tensor, expected: torch.Tensor, stride: int, num_rows: Sequence[int]
+    ) -> None:
+        shared = min(len(keys), len(expected))
+        differing = (keys[:shared] != expected[:shared]).nonzero()
+        first = int(differing[0]) if len(differing) else shared
+        key = min(int(part[first]) for part in (keys, expected) if first < len(part))
+        index = key // stride
+        recorded = int(((keys >= index * stride) & (keys < (index + 1) * stride)).sum())
+        raise RuntimeError(
+            f"{self._name(index + self._first_request_id)}: position {key % stride} was not "
+            f"recorded exactly once; {recorded} rows were recorded for {num_rows[index]} positions "
+            "(was the request evicted, or its prefix cached?)"
+        )
+
+    def _name(self, request_id: int) -> str:
+        return f"sample {self._sample_ids[request_id - self._first_request_id]}"

@@ -1,0 +1,203 @@
+"""Megatron's dynamic inference engine around a model: built once, run over a list of prompts."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+from megatron.core.inference.config import InferenceConfig, MambaInferenceStateConfig
+from megatron.core.inference.engines import DynamicInferenceEngine
+from megatron.core.inference.inference_request import DynamicInferenceRequest, Status
+from megatron.core.inference.model_inference_wrappers.gpt.gpt_inference_wrapper import (
+    GPTInferenceWrapper,
+)
+from megatron.core.inference.text_generation_controllers.text_generation_controller import (
+    TextGenerationController,
+)
+from megatron.core.models.hybrid.hybrid_model import HybridModel
+
+from megatron_trace import compat
+from megatron_trace.models.hybrid import decoder_layers
+from megatron_trace.models.routing import global_replay_instances
+from megatron_trace.rollout.kv_cache import (
+    PackedKVContext,
+    PlainKVContext,
+    kv_bytes_per_token,
+)
+from megatron_trace.rollout.sampling import Float32Sampling, SamplingSettings
+from megatron_trace.rollout.sites import RolloutSites
+
+# Megatron pads every step to a multiple of this many tokens.
+TOKEN_MULTIPLE = 64
+MAX_STEP_TOKENS = 16384
+
+
+class TokenIds:
+    """The tokenizer of an engine that is given token ids and asked for token ids."""
+
+    bos = None
+
+    def __init__(self, vocab_size: int, eod: int) -> None:
+        self.vocab_size = vocab_size
+        self.eod = eod
+
+    def tokenize(self, text: str) -> list[int]:
+        """Raises ValueError: prompts are token ids."""
+        raise ValueError(f"the rollout engine takes token ids, not text: {text!r}")
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        """Gives no text; Megatron asks for it when a request finishes."""
+        return ""
+
+
+class Server:
+    """Megatron's engine, context and controller of one model.
+
+    Args:
+        model: Model of the engine.
+        sites: Sites of the engine.
+        packed: Whether K/V are stored as FP4.
+        eod_token: Token that ends a response.
+        max_requests: Requests that run at a time.
+        max_sequence_length: Longest prompt and response together, in tokens.
+        block_size_tokens: Tokens of a page of the cache.
+
+    Attributes:
+        context: The paged cache and the bookkeeping of requests.
+    """
+
+    def __init__(
+        self,
+        model: HybridModel,
+        sites: RolloutSites,
+        *,
+        packed: bool,
+        eod_token: int,
+        max_requests: int,
+        max_sequence_length: int,
+        block_size_tokens: int,
+    ) -> None:
+        self.model = model
+        self.sites = sites
+        self.eod_token = eod_token
+        attention_layers = tuple(
+            layer.index for layer in decoder_layers(model) if layer.attention is not None
+        )
+        context_class = PackedKVContext if packed else PlainKVContext
+        self.context = context_class(
+            model.config,
+            inference_config(
+                model,
+                kv_bytes_per_token(model.config, len(attention_layers), packed=packed),
+                max_requests=max_requests,
+                max_sequence_length=max_sequence_length,
+                block_size_tokens=block_size_tokens,
+            ),
+            sites=sites,
+            decoder_layers=attention_layers,
+        )
+        controller = TextGenerationController(
+            GPTInferenceWrapper(model, self.context), TokenIds(model.vocab_size, eod_token)
+        )
+        compat.set_sampler(controller, Float32Sampling(controller.sampling_rng, model.vocab_size))
+        with compat.inference_mode_of_process(), global_replay_instances(model):
+            self._engine = DynamicInferenceEngine(controller, self.context)
+
+    def run(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sample_ids: Sequence[str],
+        *,
+        sampling: SamplingSettings,
+        seed: int,
+        keep: bool,
+    ) -> list[DynamicInferenceRequest]:
+        """Generates a response to every prompt.
+
+        Args:
+            prompts: Token ids.
+            sample_ids: Name of each sample.
+            sampling: How tokens are sampled.
+            seed: Seed of the sampling.
+            keep: Whether the recorder keeps rows; take them before the next run.
+
+        Returns:
+            The finished requests in the order of the prompts.
+
+        Raises:
+            RuntimeError: Megatron's engine refused or lost a request.
+        """
+        self._engine.reset()
+        controller = self._engine.controller
+        controller.sampling_rng.manual_seed(seed)
+        self.context.config.logprobs_mode = sampling.logprobs_mode
+        self.sites.recorder.start(sample_ids, 0, keep=keep)
+        parameters = sampling.to_megatron(self.eod_token)
+        finished: dict[int, DynamicInferenceRequest] = {}
+        with (
+            compat.inference_mode_of_process(),
+            compat.flash_attention_not_needed(),
+            global_replay_instances(self.model),
+        ):
+            try:
+                for request_id, prompt in enumerate(prompts):
+                    self._engine.add_request(
+                        request_id, list(prompt), dataclasses.replace(parameters)
+                    )
+                while self._engine.has_unfinished_requests():
+                    for record in self._engine.step_modern()["finished_request_records"]:
+                        finished[record.request_id] = record[-1]
+            except BaseException:
+                self.reset()
+                raise
+        for request_id, sample_id in enumerate(sample_ids):
+            request = finished.get(request_id)
+            if request is None or request.status != Status.COMPLETED:
+                status = "lost" if request is None else request.status
+                raise RuntimeError(f"sample {sample_id}: Megatron's engine left it {status}")
+        return [finished[request_id] for request_id in range(len(prompts))]
+
+    def reset(self) -> None:
+        """Drops all requests and what was recorded of them, after an error too."""
+        compat.restore_linear_functions()
+        self.sites.recorder.stop()
+        self._engine.reset()
+
+
+def inference_config(
+    model: HybridModel,
+    kv_bytes_per_token: int,
+    *,
+    max_requests: int,
+    max_sequence_length: int,
+    block_size_tokens: int,
+) -> InferenceConfig:
+    """Gives Megatron's configuration, with a cache that holds all requests at full length.
+
+    No request is ever paused or evicted then, so every position is computed exactly once.
+    """
+    blocks_per_request = math.ceil(max_sequence_length / block_size_tokens)
+    num_blocks = max_requests * blocks_per_request + 1  # one for the rows of padding
+    step_tokens = max(min(MAX_STEP_TOKENS, max_requests * max_sequence_length), max_sequence_length)
+    return InferenceConfig(
+        block_size_tokens=block_size_tokens,
+        buffer_size_gb=num_blocks * block_size_tokens * kv_bytes_per_token / 1024**3,  # type: ignore[arg-type]
+        mamba_inference_state_config=_layer_types(model),
+        max_requests=max_requests,
+        max_tokens=math.ceil(step_tokens / TOKEN_MULTIPLE) * TOKEN_MULTIPLE,
+        max_sequence_length=max_sequence_length,
+        num_cuda_graphs=None,
+        use_flashinfer_fused_rope=False,
+    )
+
+
+def _layer_types(model: HybridModel) -> MambaInferenceStateConfig:
+    """Tells the context which positions are attention; without it MoE layers get K/V too."""
+    return MambaInferenceStateConfig(
+        layer_type_list=model.decoder.layer_type_list,
+        conv_states_shape=(1, 1),  # type: ignore[arg-type]
+        ssm_states_shape=(1, 1, 1),  # type: ignore[arg-type]
+        conv_states_dtype=model.config.params_dtype,
+        ssm_states_dtype=model.config.params_dtype,
+    )

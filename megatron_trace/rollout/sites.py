@@ -1,0 +1,125 @@
+"""What happens at the quantised sites of one engine: scales, counters, checks, recording.
+
+Legend: N rows (tokens of the step, or dispatched tokens of one expert), K values of a row,
+B = K / 16 blocks of a row.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+import torch
+
+from megatron_trace.config import TraceConfig
+from megatron_trace.formats import ops
+from megatron_trace.hints import QuantizerSettings, Site
+from megatron_trace.rollout.recorder import Recorder
+
+OPERAND_DTYPE = torch.bfloat16
+
+
+class RolloutSites:
+    """Quantises at the sites of one engine and counts the calls.
+
+    Args:
+        trace: Settings of TRACE.
+        recorder: Gets what the quantisers give at the recorded places.
+
+    Attributes:
+        calls: Calls of the quantiser of each site since the last `reset_calls`.
+    """
+
+    def __init__(self, trace: TraceConfig, recorder: Recorder) -> None:
+        self.trace = trace
+        self.recorder = recorder
+        self.calls: Counter[Site] = Counter()
+        self._scales: dict[tuple[int, Site], torch.Tensor] = {}
+
+    def use(self, settings: QuantizerSettings) -> None:
+        """Takes the global scales of every place from the settings."""
+        self._scales = {
+            place: torch.tensor(scale, dtype=torch.float32, device=torch.cuda.current_device())
+            for place, scale in settings.global_scales.items()
+        }
+
+    def scale(self, layer: int, site: Site) -> torch.Tensor:
+        """Gives the FP32 global scale of a place, 0-d."""
+        return self._scales[layer, site]
+
+    def record(
+        self, layer: int, site: Site, x: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Quantises the rows of the running step once each, and records what came out.
+
+        Args:
+            layer: Decoder layer.
+            site: fc1, k or v.
+            x: BF16 [N, K], a row per token of the step in its order, padding last.
+
+        Returns:
+            y: BF16 [N, K], fake-quantised.
+            packed_codes: uint8 [N, K / 2].
+            scale_bytes: uint8 [N, B].
+        """
+        self.calls[site] += 1
+        self.check_finite(layer, site, x)
+        y, packed_codes, scale_bytes = ops.rtn_record(
+            x,
+            self.scale(layer, site),
+            num_bits=4,
+            dtype=OPERAND_DTYPE,
+            implementation=self.trace.implementation,
+        )
+        self.recorder.put(layer, site, packed_codes, scale_bytes)
+        return y, packed_codes, scale_bytes
+
+    def quantise(
+        self, layer: int, site: Site, x: torch.Tensor, row_of: Callable[[int], int]
+    ) -> torch.Tensor:
+        """Quantises rows that are not the step's tokens in their order, without recording them.
+
+        Args:
+            layer: Decoder layer.
+            site: fc2.
+            x: BF16 [N, K].
+            row_of: Gives the token's row in the step for a row of x.
+
+        Returns:
+            BF16 [N, K], fake-quantised.
+        """
+        self.calls[site] += 1
+        self.check_finite(layer, site, x, row_of)
+        return ops.rtn(
+            x,
+            self.scale(layer, site),
+            dtype=OPERAND_DTYPE,
+            implementation=self.trace.implementation,
+        )
+
+    def check_finite(
+        self, layer: int, site: Site, x: torch.Tensor, row_of: Callable[[int], int] | None = None
+    ) -> None:
+        """Checks the rows of x, [N, K], if the settings ask for it; padding rows do not count.
+
+        Args:
+            layer: Decoder layer.
+            site: Site.
+            x: The values.
+            row_of: Gives the token's row in the step for a row of x; None if they are the same.
+
+        Raises:
+            RuntimeError: A value is NaN or Inf; names layer, site and sample.
+        """
+        if not self.trace.check_finite or torch.isfinite(x).all():
+            return
+        bad = (~torch.isfinite(x)).any(-1).nonzero()[:, 0].tolist()
+        tokens = [row if row_of is None else row_of(row) for row in bad]
+        num_rows = self.recorder.num_rows
+        tokens = [token for token in tokens if num_rows is None or token < num_rows]
+        if tokens:
+            raise RuntimeError(
+                f"NaN or Inf activation in the rollout at layer {layer}, site {site}, "
+                f"{self.recorder.sample_of_row(tokens[0])} ({len(tokens)} of {len(x)} rows); "
+                "check the weights that were pushed"
+            )

@@ -1,0 +1,108 @@
+"""Weights from the trainer into the engine: copied by name, routed experts quantised and folded.
+
+Legend: O output features, K input features of a matrix.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+
+import torch
+from modelopt.torch.quantization.nn import TensorQuantizer
+
+from megatron_trace.formats import global_scale_from_amax, ops
+from megatron_trace.hints.weight_digest import combine_digests, matrix_digest
+from megatron_trace.models.hybrid import DecoderLayer, named_expert_linears
+from megatron_trace.rollout.quantize import set_action
+from megatron_trace.rollout.sites import OPERAND_DTYPE
+
+
+@torch.no_grad()
+def copy_weights(model: torch.nn.Module, named: Mapping[str, torch.Tensor]) -> None:
+    """Copies the trainer's parameters, cast to the engine's dtype.
+
+    Args:
+        model: Model of the engine.
+        named: Parameters by name; all of the model's and no others.
+
+    Raises:
+        ValueError: A parameter is missing, unknown or of another shape; nothing was copied then.
+    """
+    own = dict(model.named_parameters())
+    missing = sorted(own.keys() - named.keys())
+    unknown = sorted(named.keys() - own.keys())
+    misshaped = [
+        f"{name} {tuple(named[name].shape)} instead of {tuple(parameter.shape)}"
+        for name, parameter in own.items()
+        if name in named and named[name].shape != parameter.shape
+    ]
+    for problem, names in (
+        ("missing", missing),
+        ("unknown to the engine", unknown),
+        ("of another shape", misshaped),
+    ):
+        if names:
+            shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if names[5:] else "")
+            raise ValueError(
+                f"{len(names)} of {len(named)} pushed parameters are {problem}: {shown}; push all "
+                "parameters of a model with the engine's configuration"
+            )
+    for name, parameter in own.items():
+        parameter.copy_(named[name])
+
+
+@torch.no_grad()
+def quantise_experts(layers: Iterable[DecoderLayer], implementation: str) -> str:
+    """Replaces the routed experts' weights by their fake-quantised values.
+
+    Every matrix has its own amax; gate and up are one matrix. ModelOpt's weight quantisers run
+    once here and are off in the forward.
+
+    Args:
+        layers: Decoder layers of the engine's model, with BF16 weights.
+        implementation: Kernels of the number formats.
+
+    Returns:
+        Digest over packed codes, scale bytes and global scales.
+    """
+    digests = []
+    for layer in layers:
+        for expert, matrix, linear in named_expert_linears(layer):
+            quantiser = _WeightQuantiser(implementation)
+            tensor_quantizer: TensorQuantizer = linear.weight_quantizer
+            tensor_quantizer.amax = linear.weight.abs().amax().float()
+            set_action(tensor_quantizer, quantiser)
+            tensor_quantizer.enable()
+            try:
+                linear.weight.copy_(tensor_quantizer(linear.weight))
+            finally:
+                tensor_quantizer.disable()
+            assert quantiser.record is not None, "ModelOpt did not call the weight quantiser"
+            digests.append(matrix_digest(layer.index, expert, matrix, *quantiser.record))
+    return combine_digests(digests)
+
+
+class _WeightQuantiser:
+    """Quantises one matrix [O, K] and keeps its packed codes, scale bytes and global scale."""
+
+    def __init__(self, implementation: str) -> None:
+        self.implementation = implementation
+        self.record: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+
+    def __call__(self, weight: torch.Tensor) -> torch.Tensor:
+        scale = global_scale_from_amax(weight.abs().amax())
+        y, packed_codes, scale_bytes = ops.rtn_record(
+            weight, scale, num_bits=4, dtype=OPERAND_DTYPE, implementation=self.implementation
+        )
+        self.record = (packed_codes, scale_bytes, scale)
+        return y
+
+
+def plain_digest(model: torch.nn.Module) -> str:
+    """Gives a digest of the parameters as they are, for a rollout without quantisation."""
+    digest = hashlib.sha256()
+    for name, parameter in sorted(model.named_parameters()):
+        digest.update(f"{name}/{tuple(parameter.shape)}/{parameter.dtype}/".encode())
+        digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy())
+    return digest.hexdigest()[:32]
