@@ -56,7 +56,8 @@ class ExpertPlace:
         """Gives which rows of the micro-batch the expert's rows are, int64; None across ranks."""
         if self.moe.ep_group.size() > 1:
             return None
-        return self.moe.token_dispatcher.routing_map[:, self.expert].nonzero()[:, 0]
+        dispatcher: Any = self.moe.token_dispatcher
+        return dispatcher.routing_map[:, self.expert].nonzero()[:, 0]
 
 
 class GuidedMoELayer(DispatchInputMoELayer):
@@ -83,7 +84,7 @@ class QuantisedWeightFc1(ColumnParallelLinear):
         self, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
         if self.place is not None:
-            weight = _quantised_weight(self, self.place)
+            weight = _quantised_weight(weight, self.place)
         return super()._forward_impl(input, weight, *args, **kwargs)
 
 
@@ -100,11 +101,11 @@ class QuantisedWeightFc2(RowParallelLinear):
             input = place.sites.quantise_fc2(
                 input, (place.layer, Site.FC2), place.expert, place.token_rows
             )
-            weight = _quantised_weight(self, place)
+            weight = _quantised_weight(weight, place)
         return super()._forward_impl(input, weight, *args, **kwargs)
 
 
-def _quantised_weight(linear: torch.nn.Module, place: ExpertPlace) -> torch.Tensor:
-    quantised = place.sites.expert_weight(linear)
-    place.sites.count_weight_use(place.layer, place.expert, place.matrix)
-    return ops.straight_through(linear.weight, quantised.values.to(linear.weight.dtype))
+def _quantised_weight(weight: torch.Tensor, place: ExpertPlace) -> torch.Tensor:
+    quantised, fresh = place.weight.current(weight, place.sites.operand_dtype)
+    place.sites.count_weight((place.layer, place.expert, place.matrix), fresh=fresh)
+    return ops.straight_through(weight, quantised.values.to(weight.dtype))

@@ -14,32 +14,18 @@ import torch
 from megatron_trace.hints.codec import stack_rows
 from megatron_trace.hints.store import HintStore, RecordKind
 from megatron_trace.hints.types import HintKey, RolloutSample, SiteHint
+from megatron_trace.training.rounding import HintRows
 from megatron_trace.training.routing import even_experts
-from megatron_trace.training.sites import Place, TraceSites
+from megatron_trace.training.shape import Place
+from megatron_trace.training.sites import TraceSites
 
 
-@dataclass(frozen=True)
-class HintRows:
-    """Records of one place in the row order of a micro-batch.
-
-    Attributes:
-        num_bits: 1 or 4 bits per value.
-        payload: uint8 [S, B, K * num_bits / 8].
-        scale_bytes: uint8 [S, B, K / 16].
-        present: bool [S, B]; rows that have a record.
-    """
-
-    num_bits: int
-    payload: torch.Tensor
-    scale_bytes: torch.Tensor
-    present: torch.Tensor
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class MicroBatch:
     """Samples that are forwarded together; right padding.
 
     Attributes:
+        made_for: `TraceSites` of the model that forwards it.
         sample_ids: [B] names.
         tokens: int64 [B, S + 1].
         positions: int64 [B, S].
@@ -47,11 +33,12 @@ class MicroBatch:
         rollout_logprobs: FP32 [B, S]; the rollout's log-probability of token s + 1, 0 elsewhere.
         valid: bool [S, B]; rows of real tokens.
         routing: int64 [L, N, k]; the rollout's experts, and evenly spread ones for padding.
-        hints: Hint rows by (decoder layer, site); empty unless the method is trace.
-        codes: The rollout's full codes, for metrics only.
+        hints: Hints of the N rows by (decoder layer, site); empty unless the method is trace.
+        codes: The rollout's full codes of the N rows, for metrics only.
         settings_digest: Digest of the quantiser settings of all samples.
     """
 
+    made_for: TraceSites
     sample_ids: tuple[str, ...]
     tokens: torch.Tensor
     positions: torch.Tensor
@@ -67,6 +54,12 @@ class MicroBatch:
     def num_positions(self) -> int:
         """Positions S of a padded sample."""
         return self.positions.shape[1]
+
+    def row_name(self, row: int) -> str:
+        """Names one of the N rows for messages."""
+        position, column = divmod(row, len(self.sample_ids))
+        kind = "token" if self.valid[position, column] else "padding"
+        return f"sample {self.sample_ids[column]}, {kind} {position}"
 
 
 def make_micro_batch(
@@ -102,6 +95,7 @@ def make_micro_batch(
         rollout_logprobs[b, response] = sample.logprobs.float()
         valid[: sample.num_rows, b] = True
     return MicroBatch(
+        made_for=sites,
         sample_ids=tuple(sample.sample_id for sample in samples),
         tokens=tokens,
         positions=torch.arange(length - 1).expand(len(samples), -1),
@@ -123,7 +117,7 @@ def _require_samples(samples: Sequence[RolloutSample], sites: TraceSites) -> Non
             "a micro-batch needs a token to forward, but no sample has more than one: "
             + ", ".join(sample.sample_id for sample in samples)
         )
-    model = sites.model_shape
+    model = sites.shape
     digest = sites.settings.digest() if sites.quantises else None
     for sample in samples:
         if not sample.prompt_tokens:
@@ -146,9 +140,9 @@ def _require_samples(samples: Sequence[RolloutSample], sites: TraceSites) -> Non
 def _routing(
     samples: Sequence[RolloutSample], valid: torch.Tensor, sites: TraceSites
 ) -> torch.Tensor:
-    model = sites.model_shape
-    expected = (model.num_moe_layers, model.top_k)
-    routing = torch.zeros(model.num_moe_layers, *valid.shape, model.top_k, dtype=torch.int64)
+    model = sites.shape
+    expected = (len(model.moe_layers), model.top_k)
+    routing = torch.zeros(len(model.moe_layers), *valid.shape, model.top_k, dtype=torch.int64)
     for b, sample in enumerate(samples):
         if tuple(sample.routing.shape[1:]) != expected:
             raise ValueError(
@@ -230,7 +224,7 @@ def _stack(
     positions: int,
     num_bits: int,
 ) -> HintRows:
-    width = sites.model_shape.row_width(place[1])
+    width = sites.shape.row_width(place[1])
     scale = sites.settings.global_scale(*place)
     for hint in hints:
         if hint is None:
@@ -243,4 +237,4 @@ def _stack(
             if got != expected:
                 raise ValueError(f"hint has {name} {got}, expected {expected} ({hint.key})")
     payload, scale_bytes, present = stack_rows(hints, positions)
-    return HintRows(num_bits, payload, scale_bytes, present)
+    return HintRows(payload.flatten(0, 1), scale_bytes.flatten(0, 1), num_bits, present.flatten())

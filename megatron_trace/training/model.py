@@ -31,7 +31,8 @@ from megatron_trace.training.experts import (
 )
 from megatron_trace.training.micro_batch import MicroBatch
 from megatron_trace.training.routing import install_keyed_replay
-from megatron_trace.training.sites import ModelShape, TraceSites
+from megatron_trace.training.shape import model_shape
+from megatron_trace.training.sites import TraceSites
 
 QUANTISING_MODULES = HybridModules(
     core_attention=GuidedCoreAttention,
@@ -75,11 +76,7 @@ def build_trainer_model(
         max_sequence_length=max_sequence_length,
         modules=HybridModules() if trace.method == "bf16" else QUANTISING_MODULES,
     )
-    sites = TraceSites(
-        trace,
-        _model_shape(model, config, max_sequence_length),
-        replays=config.moe_enable_routing_replay,
-    )
+    sites = TraceSites(trace, model, model_shape(model, max_sequence_length))
     install_keyed_replay(model, sites)
     if sites.quantises:
         _bind(model, sites)
@@ -148,19 +145,15 @@ def _require_supported(config: TransformerConfig, trace: TraceConfig) -> None:
     if trace.method != "bf16":
         # It adds into weight.main_grad, which a quantised weight does not have.
         unsupported["gradient_accumulation_fusion"] = config.gradient_accumulation_fusion
-        unsupported[f"kv_channels % {BLOCK_SIZE}"] = config.kv_channels % BLOCK_SIZE != 0
-        unsupported[f"hidden_size % {BLOCK_SIZE}"] = config.hidden_size % BLOCK_SIZE != 0
-        unsupported[f"moe_ffn_hidden_size % {BLOCK_SIZE}"] = (
-            config.moe_ffn_hidden_size % BLOCK_SIZE != 0
-        )
+        for name in ("kv_channels", "hidden_size", "moe_ffn_hidden_size"):
+            size = getattr(config, name)
+            unsupported[f"{name}={size}, not a multiple of {BLOCK_SIZE}"] = size % BLOCK_SIZE != 0
     if config.moe_enable_routing_replay:
         # Both choose experts without asking the replay instance.
         unsupported["moe_router_fusion"] = config.moe_router_fusion
-        unsupported["moe_router_load_balancing_type"] = not set(
-            [config.moe_router_load_balancing_type]
-            if isinstance(config.moe_router_load_balancing_type, str)
-            else config.moe_router_load_balancing_type
-        ).isdisjoint({"sinkhorn", "quantile_balancing"})
+        balancing = config.moe_router_load_balancing_type
+        for name in ("sinkhorn", "quantile_balancing"):
+            unsupported[f"moe_router_load_balancing_type={name}"] = name in balancing
     for name, present in unsupported.items():
         if present:
             raise ValueError(
@@ -169,33 +162,16 @@ def _require_supported(config: TransformerConfig, trace: TraceConfig) -> None:
             )
 
 
-def _model_shape(
-    model: HybridModel, config: TransformerConfig, max_sequence_length: int
-) -> ModelShape:
-    layers = decoder_layers(model)
-    return ModelShape(
-        attention_layers=tuple(layer.index for layer in layers if layer.attention is not None),
-        moe_layers=tuple(layer.index for layer in layers if layer.moe is not None),
-        num_layers=len(layers),
-        num_experts=_required(config.num_moe_experts),
-        top_k=config.moe_router_topk,
-        hidden_size=config.hidden_size,
-        kv_values=_required(config.num_query_groups) * _required(config.kv_channels),
-        max_sequence_length=max_sequence_length,
-    )
-
-
 def _bind(model: HybridModel, sites: TraceSites) -> None:
     """Tells every quantising module of the decoder where it stands; MTP's stay plain."""
     for layer in decoder_layers(model):
         if layer.attention is not None:
-            layer.attention.core_attention.place = AttentionPlace(sites, layer.index)
-        if layer.moe is not None:
-            layer.moe.place = MoEPlace(sites, layer.index)
-        for expert, matrix, linear in named_expert_linears(layer):
-            linear.place = ExpertPlace(sites, layer.index, expert, matrix, layer.moe)
-
-
-def _required(value: Any) -> Any:
-    assert value is not None, "TransformerConfig fills it in"
-    return value
+            core_attention: Any = layer.attention.core_attention
+            core_attention.place = AttentionPlace(sites, layer.index)
+        if layer.moe is None:
+            continue
+        moe: Any = layer.moe
+        moe.place = MoEPlace(sites, layer.index)
+        for expert, matrix, module in named_expert_linears(layer):
+            linear: Any = module
+            linear.place = ExpertPlace(sites, layer.index, expert, matrix, moe)

@@ -11,8 +11,7 @@ import torch
 
 from megatron_trace.hints.types import Site
 from megatron_trace.metrics import CodeMismatch
-
-Place = tuple[int, Site]
+from megatron_trace.training.shape import ExpertMatrix, Place
 
 
 @dataclass(frozen=True)
@@ -93,7 +92,7 @@ class Tally:
 
     def __init__(self) -> None:
         self.calls: Counter[Place] = Counter()
-        self.weight_uses: Counter[tuple[int, int, str]] = Counter()
+        self.weight_uses: Counter[ExpertMatrix] = Counter()
         self.weights_quantised = 0
         self.code_mismatch: dict[Place, CodeMismatch] = {}
         self._rows: dict[Place, dict[str, int | torch.Tensor]] = {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -111,16 +111,19 @@ def expert_weight_digest(model: HybridModel, sites: TraceSites) -> str:
         )
     total, group = 0, None
     for layer in decoder_layers(model):
-        for expert, matrix, linear in named_expert_linears(layer):
-            group = layer.moe.ep_group
-            quantised = sites.expert_weight(linear)
+        if layer.moe is None:
+            continue
+        group = layer.moe.ep_group
+        for expert, matrix, module in named_expert_linears(layer):
+            linear: Any = module
+            weight, _ = linear.place.weight.current(linear.weight, sites.operand_dtype)
             total += matrix_digest(
                 layer.index,
                 expert,
                 matrix,
-                quantised.packed_codes,
-                quantised.scale_bytes,
-                quantised.global_scale,
+                weight.packed_codes,
+                weight.scale_bytes,
+                weight.global_scale,
             )
     if group is not None and group.size() > 1:
         total = _sum_over_ranks(total, group)

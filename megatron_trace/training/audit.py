@@ -1,0 +1,66 @@
+"""Proof that the quantisers of a method ran, and no others."""
+
+from __future__ import annotations
+
+import torch
+from megatron.core.models.hybrid.hybrid_model import HybridModel
+
+from megatron_trace.models.hybrid import decoder_layers, named_expert_linears
+from megatron_trace.training.report import Tally
+from megatron_trace.training.shape import ModelShape, place_name
+
+QUANTISED_CONFIG_FIELDS = ("fp8", "fp4", "quant_recipe")
+
+
+def foreign_quantisers(model: HybridModel) -> list[str]:
+    """Names whatever in a model quantises, or could, beside the places of TRACE.
+
+    These are: ModelOpt's quantisers, Megatron's own low-precision settings, parameters that are not
+    plain BF16 or FP32 tensors, and quantising modules of ours outside of routed experts, their
+    input, and K/V.
+    """
+    own = _own_modules(model)
+    found = []
+    for name, module in model.named_modules():
+        if any(base.__name__ == "TensorQuantizer" for base in type(module).__mro__):
+            found.append(f"module {name} ({type(module).__name__})")
+        elif getattr(module, "place", None) is not None and id(module) not in own:
+            found.append(f"module {name} ({type(module).__name__}) outside of TRACE's places")
+    for name, parameter in model.named_parameters():
+        plain = type(parameter) is torch.nn.Parameter
+        if not plain or parameter.dtype not in (torch.bfloat16, torch.float32):
+            found.append(f"parameter {name} ({type(parameter).__name__}, {parameter.dtype})")
+    for name in QUANTISED_CONFIG_FIELDS:
+        value = getattr(model.config, name, None)
+        if value is not None:
+            found.append(f"config.{name}={value}")
+    return found
+
+
+def unexpected_quantising(tally: Tally, shape: ModelShape, *, expected: bool) -> list[str]:
+    """Names the places and weights that were not quantised but should be, or the reverse.
+
+    Args:
+        tally: What ran.
+        shape: What the model has.
+        expected: Whether the method quantises.
+    """
+    places = {place_name(place): tally.calls[place] for place in shape.places}
+    places |= {
+        f"the {matrix} weight of layer {layer}, expert {expert}": tally.weight_uses[
+            layer, expert, matrix
+        ]
+        for layer, expert, matrix in shape.expert_matrices
+    }
+    state = "was not quantised" if expected else "was quantised"
+    return [f"{name} {state}" for name, calls in places.items() if (calls > 0) != expected]
+
+
+def _own_modules(model: HybridModel) -> set[int]:
+    own = set()
+    for layer in decoder_layers(model):
+        if layer.attention is not None:
+            own.add(id(layer.attention.core_attention))
+        own.add(id(layer.moe))
+        own.update(id(linear) for _, _, linear in named_expert_linears(layer))
+    return own

@@ -1,0 +1,139 @@
+"""How one operand is rounded: to nearest, or by the rollout's hints where it has them.
+
+Legend: N rows, K values of a row, B = K / 16 blocks of a row, A = K * num_bits / 8 payload bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from megatron_trace.config import TraceConfig
+from megatron_trace.formats import BLOCK_SIZE, E2M1_MAX, E4M3_MAX, ops
+from megatron_trace.hints.guard import accept_rows
+
+
+@dataclass(frozen=True)
+class HintRows:
+    """Records of one place in the order of some rows.
+
+    Attributes:
+        payload: uint8 [N, A]; packed mantissa bits or packed codes.
+        scale_bytes: uint8 [N, B]; the rollout's E4M3 block scales.
+        num_bits: 1 or 4 bits per value.
+        has_hint: bool [N]; False where there is none.
+    """
+
+    payload: torch.Tensor
+    scale_bytes: torch.Tensor
+    num_bits: int
+    has_hint: torch.Tensor
+
+    def to(self, device: torch.device) -> HintRows:
+        """Gives the same rows on a device."""
+        return HintRows(
+            self.payload.to(device),
+            self.scale_bytes.to(device),
+            self.num_bits,
+            self.has_hint.to(device),
+        )
+
+    def accepted(
+        self, values: torch.Tensor, global_scale: float, trace: TraceConfig
+    ) -> torch.Tensor:
+        """Gives bool [N]: which rows have a hint that the guard accepts.
+
+        Args:
+            values: float [N, K]; the trainer's values.
+            global_scale: Static decode-side scale of the place.
+            trace: Thresholds of the guard.
+        """
+        if not trace.guard:
+            return self.has_hint
+        health = accept_rows(
+            values,
+            self.payload,
+            self.scale_bytes,
+            global_scale,
+            num_bits=self.num_bits,
+            max_far_blocks=trace.guard_max_far_blocks,
+            max_scale_steps=trace.guard_max_scale_steps,
+            min_parity_agreement=trace.guard_min_parity_agreement,
+        )
+        return self.has_hint & health.accepted
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """How one operand is quantised.
+
+    Attributes:
+        global_scale: Static decode-side scale.
+        hint: Hints in the order of the operand's rows; None rounds every row to nearest.
+        operand_dtype: dtype in which dequantised values are rounded.
+        implementation: Kernels of the number formats.
+    """
+
+    global_scale: float
+    hint: HintRows | None = None
+    operand_dtype: torch.dtype = torch.bfloat16
+    implementation: ops.Implementation = "auto"
+
+    def quantised(self, values: torch.Tensor) -> torch.Tensor:
+        """Gives the fake-quantised values, without gradient.
+
+        Args:
+            values: float [N, K].
+
+        Raises:
+            ValueError: The hints have another number of rows or columns than the values.
+        """
+        values = values.detach()
+        if self.hint is None:
+            return self._nearest(values)
+        guided = ops.guided(
+            values,
+            self.hint.payload,
+            self.hint.scale_bytes,
+            self.global_scale,
+            num_bits=self.hint.num_bits,
+            dtype=self.operand_dtype,
+            implementation=self.implementation,
+        )
+        rest = ~self.hint.has_hint
+        guided[rest] = self._nearest(values[rest])
+        return guided
+
+    def _nearest(self, values: torch.Tensor) -> torch.Tensor:
+        return ops.rtn(
+            values,
+            self.global_scale,
+            dtype=self.operand_dtype,
+            implementation=self.implementation,
+        )
+
+
+def saturated_blocks(values: torch.Tensor, global_scale: float) -> torch.Tensor:
+    """Counts the blocks of float [N, K] whose amax exceeds what the global scale can hold."""
+    amax = values.unflatten(-1, (-1, BLOCK_SIZE)).abs().amax(-1)
+    return (amax > E2M1_MAX * E4M3_MAX * global_scale).sum()
+
+
+def require_finite(values: torch.Tensor, where: str, row_name: Callable[[int], str]) -> None:
+    """Raises ValueError naming the first NaN or Inf of float [N, K].
+
+    Args:
+        values: What is about to be quantised.
+        where: Layer and site.
+        row_name: Gives the name of a row.
+    """
+    finite = values.isfinite()
+    if finite.all():
+        return
+    row, column = (~finite).nonzero()[0].tolist()
+    raise ValueError(
+        f"{values[row, column].item()} at {where}, {row_name(row)}, column {column}: quantisers "
+        "need finite values; look at the loss and the gradient norm of the steps before"
+    )

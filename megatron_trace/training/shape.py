@@ -1,0 +1,84 @@
+"""ModelShape: the sizes of a trainer model that samples, hints and settings must fit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.core.models.hybrid.hybrid_model import HybridModel
+
+from megatron_trace.hints.types import Site
+from megatron_trace.models.hybrid import decoder_layers, named_expert_linears
+
+Place = tuple[int, Site]
+ExpertMatrix = tuple[int, int, str]
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Sizes of a trainer model.
+
+    Attributes:
+        num_layers: Decoder layers.
+        attention_layers: Decoder layers with full attention.
+        moe_layers: Decoder layers with a MoE.
+        expert_matrices: (layer, global expert, `fc1` or `fc2`) held by this rank.
+        num_experts: Routed experts of a MoE layer, over all ranks.
+        top_k: Experts of a token.
+        hidden_size: Values of an fc1 row.
+        kv_values: Values of a k or v row: KV heads times head dim.
+        max_sequence_length: Longest sequence in tokens.
+    """
+
+    num_layers: int
+    attention_layers: tuple[int, ...]
+    moe_layers: tuple[int, ...]
+    expert_matrices: tuple[ExpertMatrix, ...]
+    num_experts: int
+    top_k: int
+    hidden_size: int
+    kv_values: int
+    max_sequence_length: int
+
+    @property
+    def places(self) -> tuple[Place, ...]:
+        """Every (decoder layer, site) that the methods qat and trace quantise."""
+        moe = [(layer, site) for layer in self.moe_layers for site in (Site.FC1, Site.FC2)]
+        attention = [(layer, site) for layer in self.attention_layers for site in (Site.K, Site.V)]
+        return tuple(sorted(moe + attention))
+
+    def row_width(self, site: Site) -> int:
+        """Gives the values of a row at a guided site."""
+        return self.hidden_size if site is Site.FC1 else self.kv_values
+
+
+def place_name(place: Place) -> str:
+    """Names a place for messages."""
+    return f"layer {place[0]}, site {place[1]}"
+
+
+def model_shape(model: HybridModel, max_sequence_length: int) -> ModelShape:
+    """Gives the sizes of a model.
+
+    Args:
+        model: Model of attention and MoE layers.
+        max_sequence_length: Longest sequence in tokens.
+    """
+    config, layers = model.config, decoder_layers(model)
+    assert config.num_moe_experts, "build_hybrid_model demands experts"
+    assert config.num_query_groups, "TransformerConfig fills it in"
+    assert config.kv_channels, "TransformerConfig fills it in"
+    return ModelShape(
+        num_layers=len(layers),
+        attention_layers=tuple(layer.index for layer in layers if layer.attention is not None),
+        moe_layers=tuple(layer.index for layer in layers if layer.moe is not None),
+        expert_matrices=tuple(
+            (layer.index, expert, matrix)
+            for layer in layers
+            for expert, matrix, _ in named_expert_linears(layer)
+        ),
+        num_experts=config.num_moe_experts,
+        top_k=config.moe_router_topk,
+        hidden_size=config.hidden_size,
+        kv_values=config.num_query_groups * config.kv_channels,
+        max_sequence_length=max_sequence_length,
+    )
