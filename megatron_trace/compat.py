@@ -7,7 +7,7 @@ changes a number silently.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from typing import Any
 
@@ -107,3 +107,18 @@ def inference_mode_of_process() -> Iterator[None]:
     finally:
         if not was_active:
             InferenceMode.unset_active()
+
+
+def set_quantizer_action(quantizer: Any, action: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Gives a ModelOpt quantiser the function that our backend calls for it.
+
+    ModelOpt saves every attribute of a quantiser in the model's state but for one slot, meant for
+    what a backend keeps.
+    """
+    require_version("nvidia-modelopt", MODELOPT, "set_quantizer_action")
+    quantizer._quantizer_cache = action
+
+
+def quantizer_action(quantizer: Any) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    """Gives what `set_quantizer_action` set; None if nothing."""
+    return quantizer._quantizer_cache

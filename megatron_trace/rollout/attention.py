@@ -6,6 +6,8 @@ Legend: T tokens of a step (padded), N query heads, G key/value heads, D head di
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 import torch.nn.functional as F
 from megatron.core.transformer.attention import SelfAttention
@@ -24,7 +26,7 @@ class EngineCoreAttention(SDPACoreAttention):
 class PagedSelfAttention(SelfAttention):
     """Self-attention whose keys and values are read from the paged cache, in prefill and decode."""
 
-    def flash_decode_and_prefill(
+    def flash_decode_and_prefill(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
         q: torch.Tensor,
         k: Pages,
@@ -40,7 +42,7 @@ class PagedSelfAttention(SelfAttention):
     ) -> torch.Tensor:
         """Gives the attention output [T, 1, N, D] (Megatron's hook for dynamic batching)."""
         assert softmax_offset is None, "softmax_offset is not supported by PagedSelfAttention"
-        scale = self.core_attention.scale
+        scale = cast("EngineCoreAttention", self.core_attention).scale
         output = paged_attention(q.squeeze(1), k, v, cu_seqlens_q, seqlens_k, block_table, scale)
         return output.unsqueeze(1)
 

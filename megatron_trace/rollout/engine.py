@@ -16,6 +16,7 @@ from megatron_trace.hints import HintStore, QuantizerSettings, RolloutSample, Si
 from megatron_trace.models.hybrid import causal_mask, decoder_layers
 from megatron_trace.rollout.kv_cache import kv_bytes_per_token
 from megatron_trace.rollout.model import build_engine_model
+from megatron_trace.rollout.moe import EngineMoELayer
 from megatron_trace.rollout.prompts import require_usable
 from megatron_trace.rollout.quantize import (
     calibrated_scales,
@@ -90,7 +91,7 @@ class RolloutEngine:
         self._recorder = Recorder(self._recorded_places())
         self.sites = RolloutSites(trace, self._recorder)
         for layer in self.layers:
-            if layer.moe is not None:
+            if isinstance(layer.moe, EngineMoELayer):
                 layer.moe.place = (self.sites, layer.index)
         self._server = Server(
             self.model,
@@ -153,9 +154,11 @@ class RolloutEngine:
 
         @torch.no_grad()
         def forward_loop(model: HybridModel) -> None:
-            for tokens in batches:
+            for batch in batches:
+                tokens = batch.to(torch.cuda.current_device())
                 positions = torch.arange(tokens.shape[1], device=tokens.device)
-                model(tokens, positions.expand_as(tokens), causal_mask(tokens.shape[1]))
+                mask = causal_mask(tokens.shape[1]).to(tokens.device)
+                model(tokens, positions.expand_as(tokens), mask)
 
         self._policy_version = None
         if self._has_quantisers:
@@ -290,6 +293,7 @@ class RolloutEngine:
 
     def _sample(self, sample_id: str, request: DynamicInferenceRequest) -> RolloutSample:
         assert self._policy_version is not None, "checked by generate"
+        assert request.prompt_tokens is not None, "Megatron keeps the prompt of its own requests"
         response = tuple(int(token) for token in request.generated_tokens)
         if request.routing_indices is None:
             raise RuntimeError(f"sample {sample_id}: Megatron's engine recorded no routing")

@@ -61,6 +61,7 @@ def kv_bytes_per_token(
     """Gives the bytes that keys and values of a token take in the cache, over all layers."""
     num_heads = config.num_query_groups or config.num_attention_heads
     head_dim = config.kv_channels
+    assert head_dim is not None, "TransformerConfig sets kv_channels"
     per_head = _packed_bytes(head_dim) if packed else head_dim * config.params_dtype.itemsize
     return 2 * num_attention_layers * num_heads * per_head
 
@@ -123,9 +124,12 @@ class PlainKVContext(DynamicInferenceContext):
         self.sites.check_finite(layer, site, x.flatten(1))
         return x
 
-    def key_value_cache(self, layer_number: int) -> tuple[Pages, Pages, torch.Tensor]:
+    def key_value_cache(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, layer_number: int
+    ) -> tuple[Pages, Pages, torch.Tensor]:
         """Gives the pages of keys and values of a layer and the block table."""
         keys, values, block_table = super().key_value_cache(layer_number)
+        assert values is not None, "only the cache of latent attention has no values"
         return Pages(keys), Pages(values), block_table
 
     def _allocate_memory_buffer(self) -> None:

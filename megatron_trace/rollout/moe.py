@@ -41,5 +41,6 @@ class EngineMoELayer(DispatchInputMoELayer):
             expert: Expert of the layer.
             row: Row of what the expert got in the running forward.
         """
-        routing_map = self.token_dispatcher.routing_map
+        dispatcher: Any = self.token_dispatcher
+        routing_map: torch.Tensor = dispatcher.routing_map
         return int(routing_map[:, expert].nonzero()[row])

@@ -1,16 +1,15 @@
 """ModelOpt's quantisers in the engine's model: where they sit, what they call, their scales.
 
 ModelOpt inserts, configures and calibrates them; a registered backend makes the numbers, those of
-`megatron_trace.formats`. A quantiser without a place of ours cannot run.
+`megatron_trace.formats`. A quantiser that has no place of ours cannot run.
 """
 
 from __future__ import annotations
 
 import copy
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import modelopt.torch.quantization as mtq
 import torch
@@ -20,7 +19,7 @@ from modelopt.torch.quantization.nn.modules.tensor_quantizer import register_qua
 
 from megatron_trace import compat
 from megatron_trace.formats import global_scale_from_amax
-from megatron_trace.hints import QuantizerSettings, Site
+from megatron_trace.hints import Site
 from megatron_trace.models.hybrid import DecoderLayer, named_expert_linears
 from megatron_trace.rollout.attention import EngineCoreAttention
 from megatron_trace.rollout.moe import EngineMoELayer
@@ -28,21 +27,16 @@ from megatron_trace.rollout.sites import RolloutSites
 
 BACKEND = "trace_nvfp4"
 
-# What a quantiser does. Kept outside of it: ModelOpt saves all its attributes in the model's state.
-_ACTIONS: weakref.WeakKeyDictionary[TensorQuantizer, Callable[[torch.Tensor], torch.Tensor]] = (
-    weakref.WeakKeyDictionary()
-)
-
 
 @QuantModuleRegistry.register({EngineMoELayer: "megatron_trace.EngineMoELayer"})
 class _QuantEngineMoELayer(QuantModule):
-    def _setup(self) -> None:
+    def _setup(self) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         self.dispatch_input_quantizer = TensorQuantizer()
 
 
 @QuantModuleRegistry.register({EngineCoreAttention: "megatron_trace.EngineCoreAttention"})
 class _QuantEngineCoreAttention(QuantModule):
-    def _setup(self) -> None:
+    def _setup(self) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         self.k_bmm_quantizer = TensorQuantizer()
         self.v_bmm_quantizer = TensorQuantizer()
 
@@ -61,7 +55,7 @@ class _QuantEngineCoreAttention(QuantModule):
 
 def _quantise(inputs: torch.Tensor, quantiser: TensorQuantizer) -> torch.Tensor:
     """ModelOpt's entry to our numbers."""
-    action = _ACTIONS.get(quantiser)
+    action = compat.quantizer_action(quantiser)
     if action is None:
         raise RuntimeError(
             f"a ModelOpt quantiser with backend {BACKEND} ran outside the sites of TRACE, on an "
@@ -71,11 +65,6 @@ def _quantise(inputs: torch.Tensor, quantiser: TensorQuantizer) -> torch.Tensor:
 
 
 register_quant_backend(BACKEND, _quantise)
-
-
-def set_action(quantiser: TensorQuantizer, action: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Says what a quantiser does to its input."""
-    _ACTIONS[quantiser] = action
 
 
 def quant_config() -> dict[str, Any]:
@@ -98,9 +87,9 @@ def insert_quantisers(
     model: HybridModel,
     layers: Sequence[DecoderLayer],
     sites: RolloutSites,
-    forward_loop: Callable[[HybridModel], None] | None,
+    forward_loop: Callable[[Any], None] | None,
 ) -> None:
-    """Lets ModelOpt attach its quantisers and calibrate them, and gives each its place.
+    """Lets ModelOpt attach its quantisers and calibrate them, and gives each its action.
 
     Args:
         model: Model of the engine; changed in place.
@@ -109,35 +98,44 @@ def insert_quantisers(
         forward_loop: Runs the calibration tokens through the model; None attaches only.
     """
     try:
-        mtq.quantize(model, quant_config(), forward_loop)
+        mtq.quantize(model, quant_config(), cast("Any", forward_loop))
     finally:
         compat.restore_linear_functions()
     for layer in layers:
         if layer.attention is not None:
             compat.restore_attention_methods(layer.attention)
-            core = layer.attention.core_attention
-            for site, quantiser in ((Site.K, core.k_bmm_quantizer), (Site.V, core.v_bmm_quantizer)):
-                set_action(quantiser, partial(_record, sites, layer.index, site))
-        if layer.moe is not None:
-            moe = layer.moe
-            set_action(moe.dispatch_input_quantizer, partial(_record, sites, layer.index, Site.FC1))
-            for expert, matrix, linear in named_expert_linears(layer):
-                # Weights are quantised at a push, not at every forward.
-                linear.weight_quantizer.disable()
-                if matrix == "fc2":
-                    row_of = partial(moe.token_of_row, expert)
-                    set_action(
-                        linear.input_quantizer,
-                        partial(sites.quantise, layer.index, Site.FC2, row_of=row_of),
-                    )
+        # Weights are quantised at a push, not at every forward.
+        for _, _, linear in named_expert_linears(layer):
+            cast("TensorQuantizer", linear.weight_quantizer).disable()
+        for site, quantisers in site_quantisers(layer).items():
+            for expert, quantiser in quantisers.items():
+                compat.set_quantizer_action(quantiser, _action(layer, site, expert, sites))
 
 
-def recalibrate(model: HybridModel, forward_loop: Callable[[HybridModel], None]) -> None:
-    """Lets ModelOpt collect the activation amax anew."""
+def recalibrate(model: HybridModel, forward_loop: Callable[[Any], None]) -> None:
+    """Lets ModelOpt collect the activations' amax anew."""
     try:
-        mtq.calibrate(model, "max", forward_loop)
+        mtq.calibrate(model, "max", cast("Any", forward_loop))
     finally:
         compat.restore_linear_functions()
+
+
+def site_quantisers(layer: DecoderLayer) -> dict[Site, dict[int, TensorQuantizer]]:
+    """Gives the activation quantisers of a layer by site and expert; 0 where there is one."""
+    quantisers: dict[Site, dict[int, TensorQuantizer]] = {}
+    if layer.moe is not None:
+        moe: Any = layer.moe
+        quantisers[Site.FC1] = {0: moe.dispatch_input_quantizer}
+        quantisers[Site.FC2] = {
+            expert: cast("TensorQuantizer", linear.input_quantizer)
+            for expert, matrix, linear in named_expert_linears(layer)
+            if matrix == "fc2"
+        }
+    if layer.attention is not None:
+        core: Any = layer.attention.core_attention
+        quantisers[Site.K] = {0: core.k_bmm_quantizer}
+        quantisers[Site.V] = {0: core.v_bmm_quantizer}
+    return quantisers
 
 
 def calibrated_scales(
@@ -145,7 +143,8 @@ def calibrated_scales(
 ) -> tuple[dict[tuple[int, Site], float], dict[int, tuple[int, ...]]]:
     """Gives the global scale of every place from what the quantisers saw.
 
-    The experts of a layer share the amax of fc2's input, also those that got no token.
+    The experts of a layer share the amax of fc2's input, also those that got no token. ModelOpt
+    does not share it once SequentialMLP is subclassed with a forward of its own.
 
     Returns:
         scales: By (decoder layer, site).
@@ -157,24 +156,13 @@ def calibrated_scales(
     scales: dict[tuple[int, Site], float] = {}
     unseen: dict[int, tuple[int, ...]] = {}
     for layer in layers:
-        places: dict[Site, dict[int, TensorQuantizer]] = {}
-        if layer.attention is not None:
-            core = layer.attention.core_attention
-            places |= {Site.K: {0: core.k_bmm_quantizer}, Site.V: {0: core.v_bmm_quantizer}}
-        if layer.moe is not None:
-            places[Site.FC1] = {0: layer.moe.dispatch_input_quantizer}
-            places[Site.FC2] = {
-                expert: linear.input_quantizer
-                for expert, matrix, linear in named_expert_linears(layer)
-                if matrix == "fc2"
-            }
-        for site, quantisers in places.items():
+        for site, quantisers in site_quantisers(layer).items():
             seen = {key: q.amax for key, q in quantisers.items() if q.amax is not None}
             if not seen:
                 raise RuntimeError(
-                    f"layer {layer.index}, site {site}: the quantiser saw no calibration data"
-                    + (" (no expert of the layer got a token)" if site == Site.FC2 else "")
-                    + "; calibrate with more tokens"
+                    f"layer {layer.index}, site {site}: "
+                    + ("no expert of the layer" if site == Site.FC2 else "the quantiser never")
+                    + " saw a calibration token; calibrate with more tokens"
                 )
             amax = torch.stack([value.float().reshape(()) for value in seen.values()]).max()
             for quantiser in quantisers.values():
@@ -186,7 +174,7 @@ def calibrated_scales(
 
 
 def require_only_ours(model: HybridModel) -> None:
-    """Checks that every enabled quantiser of the model has a place of ours.
+    """Checks that every enabled quantiser of the model has an action of ours.
 
     Raises:
         RuntimeError: Another one is enabled.
@@ -194,7 +182,9 @@ def require_only_ours(model: HybridModel) -> None:
     foreign = [
         name
         for name, module in model.named_modules()
-        if isinstance(module, TensorQuantizer) and module.is_enabled and module not in _ACTIONS
+        if isinstance(module, TensorQuantizer)
+        and module.is_enabled
+        and compat.quantizer_action(module) is None
     ]
     if foreign:
         raise RuntimeError(
@@ -202,17 +192,17 @@ def require_only_ours(model: HybridModel) -> None:
         )
 
 
-def _record(sites: RolloutSites, layer: int, site: Site, x: torch.Tensor) -> torch.Tensor:
-    """Quantises [S, B, H] or [S, B, G, D], in which a row is a token."""
-    y, _, _ = sites.record(layer, site, x.flatten(0, 1).flatten(1))
-    return y.view_as(x)
+def _action(
+    layer: DecoderLayer, site: Site, expert: int, sites: RolloutSites
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    if site == Site.FC2:
+        moe = cast("EngineMoELayer", layer.moe)
+        row_of = partial(moe.token_of_row, expert)
+        return partial(sites.quantise, layer.index, site, row_of=row_of)
 
+    def record(x: torch.Tensor) -> torch.Tensor:
+        """Quantises [S, B, H] or [S, B, G, D], in which a row is a token."""
+        y, _, _ = sites.record(layer.index, site, x.flatten(0, 1).flatten(1))
+        return y.view_as(x)
 
-__all__ = [
-    "QuantizerSettings",
-    "calibrated_scales",
-    "insert_quantisers",
-    "recalibrate",
-    "require_only_ours",
-    "set_action",
-]
+    return record

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from megatron.core.inference.sampling.torch_sampling import TorchSampling
@@ -48,7 +48,7 @@ class SamplingSettings:
             raise ValueError("greedy=True contradicts temperature, top_k and top_p; leave them out")
 
     @property
-    def logprobs_mode(self) -> str:
+    def logprobs_mode(self) -> Literal["raw_logprobs", "processed_logprobs"]:
         """Megatron's name for the distribution whose log-probs are reported."""
         return "raw_logprobs" if self.greedy else "processed_logprobs"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import Any, cast
 
 from megatron.core.inference.config import InferenceConfig, MambaInferenceStateConfig
 from megatron.core.inference.engines import DynamicInferenceEngine
@@ -98,7 +99,8 @@ class Server:
             decoder_layers=attention_layers,
         )
         controller = TextGenerationController(
-            GPTInferenceWrapper(model, self.context), TokenIds(model.vocab_size, eod_token)
+            GPTInferenceWrapper(cast("Any", model), self.context),
+            TokenIds(model.vocab_size, eod_token),
         )
         compat.set_sampler(controller, Float32Sampling(controller.sampling_rng, model.vocab_size))
         with compat.inference_mode_of_process(), global_replay_instances(model):
@@ -146,7 +148,8 @@ class Server:
                         request_id, list(prompt), dataclasses.replace(parameters)
                     )
                 while self._engine.has_unfinished_requests():
-                    for record in self._engine.step_modern()["finished_request_records"]:
+                    step: Any = self._engine.step_modern()
+                    for record in step["finished_request_records"]:
                         finished[record.request_id] = record[-1]
             except BaseException:
                 self.reset()
@@ -195,7 +198,7 @@ def inference_config(
 def _layer_types(model: HybridModel) -> MambaInferenceStateConfig:
     """Tells the context which positions are attention; without it MoE layers get K/V too."""
     return MambaInferenceStateConfig(
-        layer_type_list=model.decoder.layer_type_list,
+        layer_type_list=cast("Any", model.decoder).layer_type_list,
         conv_states_shape=(1, 1),  # type: ignore[arg-type]
         ssm_states_shape=(1, 1, 1),  # type: ignore[arg-type]
         conv_states_dtype=model.config.params_dtype,

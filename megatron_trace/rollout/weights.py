@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping
+from typing import cast
 
 import torch
 from modelopt.torch.quantization.nn import TensorQuantizer
 
+from megatron_trace import compat
+from megatron_trace.config import Implementation
 from megatron_trace.formats import global_scale_from_amax, ops
 from megatron_trace.hints.weight_digest import combine_digests, matrix_digest
 from megatron_trace.models.hybrid import DecoderLayer, named_expert_linears
-from megatron_trace.rollout.quantize import set_action
 from megatron_trace.rollout.sites import OPERAND_DTYPE
 
 
@@ -53,7 +55,7 @@ def copy_weights(model: torch.nn.Module, named: Mapping[str, torch.Tensor]) -> N
 
 
 @torch.no_grad()
-def quantise_experts(layers: Iterable[DecoderLayer], implementation: str) -> str:
+def quantise_experts(layers: Iterable[DecoderLayer], implementation: Implementation) -> str:
     """Replaces the routed experts' weights by their fake-quantised values.
 
     Every matrix has its own amax; gate and up are one matrix. ModelOpt's weight quantisers run
@@ -70,12 +72,13 @@ def quantise_experts(layers: Iterable[DecoderLayer], implementation: str) -> str
     for layer in layers:
         for expert, matrix, linear in named_expert_linears(layer):
             quantiser = _WeightQuantiser(implementation)
-            tensor_quantizer: TensorQuantizer = linear.weight_quantizer
-            tensor_quantizer.amax = linear.weight.abs().amax().float()
-            set_action(tensor_quantizer, quantiser)
+            tensor_quantizer = cast("TensorQuantizer", linear.weight_quantizer)
+            weight = cast("torch.Tensor", linear.weight)
+            tensor_quantizer.amax = weight.abs().amax().float()
+            compat.set_quantizer_action(tensor_quantizer, quantiser)
             tensor_quantizer.enable()
             try:
-                linear.weight.copy_(tensor_quantizer(linear.weight))
+                weight.copy_(tensor_quantizer(weight))
             finally:
                 tensor_quantizer.disable()
             assert quantiser.record is not None, "ModelOpt did not call the weight quantiser"
@@ -86,8 +89,8 @@ def quantise_experts(layers: Iterable[DecoderLayer], implementation: str) -> str
 class _WeightQuantiser:
     """Quantises one matrix [O, K] and keeps its packed codes, scale bytes and global scale."""
 
-    def __init__(self, implementation: str) -> None:
-        self.implementation = implementation
+    def __init__(self, implementation: Implementation) -> None:
+        self.implementation: Implementation = implementation
         self.record: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
 
     def __call__(self, weight: torch.Tensor) -> torch.Tensor:
