@@ -15,7 +15,7 @@ unexport PYTHONHOME PYTHONPATH
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
 # A moved folder or a removed interpreter leaves an environment that only looks complete.
-$(shell test "$$(cat $(STAMP) 2>&1)" = "$(CURDIR)" && $(PYTHON) -c pass || rm -f $(STAMP))
+$(shell test "$$(cat $(STAMP) 2>&1)" = "$(CURDIR)" && $(PYTHON) -I -c pass || rm -f $(STAMP))
 
 .PHONY: setup demo test lint
 
@@ -43,5 +43,5 @@ $(STAMP): setup.py constraints.txt
 		echo "Installing into $(CURDIR)/$(VENV): about 3 minutes and 5.5 GB"; \
 		$(BASE_PYTHON) -m venv --clear $(VENV) && $(PIP_INSTALL) setuptools; fi
 	@if command -v cc >/dev/null || command -v gcc >/dev/null; then $(INSTALL); else \
-		$(PIP_INSTALL) ziglang && CC="$(CURDIR)/$(PYTHON) -m ziglang cc" $(INSTALL); fi
+		$(PIP_INSTALL) ziglang && CC="'$(CURDIR)/$(PYTHON)' -m ziglang cc" $(INSTALL); fi
 	@echo "$(CURDIR)" >$@

@@ -21,7 +21,7 @@ setup(
         "megatron-core>=0.19.2,<0.20",
         "nvidia-modelopt>=0.47,<0.48",
         "numpy",
-        # Needed by Megatron-Core's checkpoints and dynamic engine and by ModelOpt, declared by none.
+        # Used by Megatron-Core's checkpoints and engine and by ModelOpt, which do not declare them.
         "psutil",
         "einops",
         "requests",
