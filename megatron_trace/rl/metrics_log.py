@@ -1,0 +1,58 @@
+"""Metrics of a run as JSONL: one line per step, flushed, continued after a resume."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+class MetricsLog:
+    """Appends one JSON object per step to a file.
+
+    Args:
+        path: File to write.
+        first_step: Step that is logged next. Lines of it and later steps, and a line that was cut
+            when the run was killed, are removed; 0 starts the file anew.
+
+    Raises:
+        ValueError: The file does not hold every step before `first_step`, so it belongs to another
+            run.
+    """
+
+    def __init__(self, path: str | Path, *, first_step: int) -> None:
+        self.path = Path(path)
+        kept = read_metrics(self.path, before=first_step) if first_step else []
+        if [record["step"] for record in kept] != list(range(first_step)):
+            raise ValueError(
+                f"{self.path} must hold the steps 0 to {first_step - 1} to be continued at step "
+                f"{first_step}; it holds {[record['step'] for record in kept]}; resume with the "
+                "run's own folder"
+            )
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = self.path.with_name(self.path.name + ".tmp")
+        temporary.write_text("".join(json.dumps(record) + "\n" for record in kept))
+        os.replace(temporary, self.path)
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        """Writes the metrics of one step; `record["step"]` numbers it."""
+        with self.path.open("a", encoding="utf-8") as lines:
+            lines.write(json.dumps(record) + "\n")
+
+
+def read_metrics(path: str | Path, *, before: int | None = None) -> list[dict[str, Any]]:
+    """Gives the records of a metrics file, without a last line that was cut.
+
+    Args:
+        path: File of a `MetricsLog`; a missing one has no records.
+        before: Only records of steps before this one.
+    """
+    path = Path(path)
+    if not path.exists():
+        return []
+    text = path.read_text(encoding="utf-8")
+    complete = text[: text.rfind("\n") + 1]
+    records = [json.loads(line) for line in complete.splitlines()]
+    return [record for record in records if before is None or record["step"] < before]

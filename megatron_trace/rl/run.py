@@ -1,0 +1,295 @@
+"""RlRun: the parts of one RL run, put together and started."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.models.hybrid.hybrid_model import HybridModel
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.transformer import TransformerConfig
+
+from megatron_trace.config import TraceConfig
+from megatron_trace.hints.store import HintStore
+from megatron_trace.hints.types import QuantizerSettings
+from megatron_trace.rl.losses import GrpoSettings
+from megatron_trace.rl.optimizer import OptimizerSettings, build_optimizer
+from megatron_trace.rl.rewards import AnswerFormat, score_samples
+from megatron_trace.rl.tasks import (
+    END_TOKEN,
+    CharTokenizer,
+    TaskItem,
+    encode_prompts,
+)
+from megatron_trace.rollout.engine import RolloutEngine
+from megatron_trace.rollout.sampling import SamplingSettings
+from megatron_trace.rollout.weights import plain_digest
+from megatron_trace.training.model import build_trainer_model
+from megatron_trace.training.sites import TraceSites
+from megatron_trace.training.weights import expert_weight_digest
+
+TRAINER_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """Everything that decides the numbers of a run, except its weights, model and tasks.
+
+    Attributes:
+        trace: Method and hints.
+        loss: Objective.
+        optimizer: Optimizer.
+        trainer_dtype: dtype of the trainer; the rollout computes in BF16.
+        prompts_per_step: Prompt groups of a step.
+        samples_per_prompt: Samples of a group.
+        updates_per_rollout: Optimizer steps on the samples of one rollout, each on its own share
+            of the prompt groups.
+        micro_batch_samples: Samples that are forwarded together.
+        max_response_tokens: Tokens of a response, its end token included.
+        context: Tokens that the model can hold.
+        max_requests: Samples that the engine generates at a time.
+        temperature: Temperature of the sampling.
+        answer_format: How the answer is extracted from a response.
+        seed: Decides the order of prompts and every sampling seed.
+    """
+
+    trace: TraceConfig
+    loss: GrpoSettings = field(default_factory=GrpoSettings)
+    optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
+    trainer_dtype: Literal["bf16", "fp32"] = "bf16"
+    prompts_per_step: int = 16
+    samples_per_prompt: int = 8
+    updates_per_rollout: int = 1
+    micro_batch_samples: int = 64
+    max_response_tokens: int = 8
+    context: int = 64
+    max_requests: int = 64
+    temperature: float = 1.0
+    answer_format: AnswerFormat = "whole"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Raises ValueError on a value out of range or on contradictory settings."""
+        for name in ("prompts_per_step", "updates_per_rollout", "micro_batch_samples"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be >= 1; got {getattr(self, name)}")
+        if self.samples_per_prompt < 2:
+            raise ValueError(
+                "samples_per_prompt must be >= 2, as an advantage is relative to the other "
+                f"samples; got {self.samples_per_prompt}"
+            )
+        if self.prompts_per_step % self.updates_per_rollout:
+            raise ValueError(
+                f"prompts_per_step={self.prompts_per_step} must be a multiple of "
+                f"updates_per_rollout={self.updates_per_rollout}, so that updates are alike"
+            )
+        if self.trainer_dtype not in TRAINER_DTYPES:
+            raise ValueError(f"trainer_dtype must be bf16 or fp32; got {self.trainer_dtype!r}")
+
+    def sampling(self, *, greedy: bool = False) -> SamplingSettings:
+        """Gives how the engine samples."""
+        if greedy:
+            return SamplingSettings(max_new_tokens=self.max_response_tokens, greedy=True)
+        return SamplingSettings(
+            max_new_tokens=self.max_response_tokens, temperature=self.temperature
+        )
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a run is.
+
+    Attributes:
+        step: Steps done; the next step has this number.
+        policy_version: Version of the weights that the engine holds.
+        prompt_cursor: Prompts taken from the training items.
+    """
+
+    step: int = 0
+    policy_version: int = 0
+    prompt_cursor: int = 0
+
+
+@dataclass
+class RlRun:
+    """One RL run: trainer, rollout engine, the hints between them, and how far it is.
+
+    Attributes:
+        settings: Settings of the run.
+        tokenizer: Tokenizer of tasks and model.
+        items: Training items.
+        prompts: Tokens of the prompt of each training item.
+        model: Trainer model.
+        ddp: Its DDP wrapper.
+        optimizer: Megatron's optimizer.
+        sites: Quantisers and micro-batch in force of the trainer model.
+        engine: Rollout engine.
+        store: Hints of the samples that are not trained on yet.
+        progress: How far the run is.
+    """
+
+    settings: RunSettings
+    tokenizer: CharTokenizer
+    items: Sequence[TaskItem]
+    prompts: Sequence[list[int]]
+    model: HybridModel
+    ddp: DistributedDataParallel
+    optimizer: MegatronOptimizer
+    sites: TraceSites
+    engine: RolloutEngine
+    store: HintStore = field(default_factory=HintStore)
+    progress: Progress = field(default_factory=Progress)
+
+    def named_weights(self) -> dict[str, torch.Tensor]:
+        """Gives the trainer's parameters by name."""
+        return {name: value.detach() for name, value in self.model.named_parameters()}
+
+    def push_weights(self, policy_version: int) -> None:
+        """Gives the engine the trainer's weights and checks that both hold the same.
+
+        Raises:
+            RuntimeError: The digests of the weights differ.
+        """
+        digest = self.engine.push_weights(self.named_weights(), policy_version)
+        if self.sites.quantises:
+            own = expert_weight_digest(self.model, self.sites)
+        else:
+            own = plain_digest(self.model)
+        if digest != own:
+            raise RuntimeError(
+                f"after the push of policy version {policy_version} the engine's weights have "
+                f"digest {digest}, the trainer's {own}; the two sides must quantise alike"
+            )
+        self.progress = dataclasses.replace(self.progress, policy_version=policy_version)
+
+
+def build_run(
+    settings: RunSettings,
+    model_config: TransformerConfig,
+    *,
+    pattern: str,
+    items: Sequence[TaskItem],
+    tokenizer: CharTokenizer,
+    model_id: str = "",
+) -> RlRun:
+    """Builds trainer and engine; `start` or `checkpoint.resume` gives them their weights.
+
+    Args:
+        settings: Settings of the run.
+        model_config: Model configuration.
+        pattern: Hybrid layer pattern, such as `*E*E`.
+        items: Training items.
+        tokenizer: Tokenizer of tasks and model.
+        model_id: Name of the model in the quantiser settings.
+
+    Raises:
+        ValueError: A prompt does not fit the context, or sides, model and settings contradict each
+            other.
+    """
+    prompts = encode_prompts(
+        items,
+        tokenizer,
+        context=settings.context,
+        max_response_tokens=settings.max_response_tokens,
+    )
+    size = {
+        "pattern": pattern,
+        "vocab_size": tokenizer.vocab_size,
+        "max_sequence_length": settings.context,
+    }
+    model, sites = build_trainer_model(
+        model_config,
+        **size,
+        trace=settings.trace,
+        dtype=TRAINER_DTYPES[settings.trainer_dtype],
+    )
+    sites.diagnostics = settings.trace.diagnostic_share > 0
+    engine = RolloutEngine(
+        model_config,
+        **size,
+        trace=settings.trace,
+        eod_token=END_TOKEN,
+        max_requests=settings.max_requests,
+        model_id=model_id,
+    )
+    ddp, optimizer = build_optimizer(model, settings.optimizer)
+    return RlRun(settings, tokenizer, items, prompts, model, ddp, optimizer, sites, engine)
+
+
+def start(
+    run: RlRun, weights: Mapping[str, torch.Tensor], calibration: Iterable[torch.Tensor]
+) -> None:
+    """Gives both sides the same weights, calibrates the engine's scales, and pushes version 0.
+
+    Args:
+        run: A run that was just built.
+        weights: FP32 or BF16 parameters by name.
+        calibration: Batches of tokens, int64 [B, S] each; not read by method bf16.
+
+    Raises:
+        ValueError: A parameter is missing, unknown or of another shape.
+    """
+    # The engine knows which names and shapes are right, and copies nothing before it has checked.
+    run.engine.load_weights(weights)
+    with torch.no_grad():
+        for name, parameter in run.model.named_parameters():
+            parameter.copy_(weights[name])
+    run.optimizer.reload_model_params()
+    if run.sites.quantises:
+        run.engine.calibrate(calibration)
+        use_settings_of_engine(run)
+    run.push_weights(policy_version=0)
+
+
+def use_settings_of_engine(run: RlRun) -> QuantizerSettings:
+    """Tells the trainer's quantisers the engine's scales."""
+    settings = run.engine.settings
+    assert settings is not None, "a quantising engine is calibrated before it is used"
+    run.sites.settings = settings
+    return settings
+
+
+def calibration_batches(
+    items: Sequence[TaskItem], tokenizer: CharTokenizer, *, num_samples: int
+) -> list[torch.Tensor]:
+    """Gives the first items, prompt with answer, in batches of one length each (no padding).
+
+    Returns:
+        int64 [B, S] each.
+    """
+    by_length: dict[int, list[list[int]]] = {}
+    for item in items[:num_samples]:
+        tokens = tokenizer.encode(item.prompt + (item.answer or ""))
+        by_length.setdefault(len(tokens), []).append(tokens)
+    return [torch.tensor(rows) for _, rows in sorted(by_length.items())]
+
+
+def evaluate(run: RlRun, items: Sequence[TaskItem]) -> float:
+    """Gives the share of items that the engine answers right, greedily.
+
+    Args:
+        run: A started run; nothing of it changes.
+        items: Held-out items.
+    """
+    prompts = encode_prompts(
+        items,
+        run.tokenizer,
+        context=run.settings.context,
+        max_response_tokens=run.settings.max_response_tokens,
+    )
+    samples = run.engine.generate(
+        prompts,
+        [f"held-out-{row}" for row in range(len(items))],
+        store=None,
+        sampling=run.settings.sampling(greedy=True),
+        seed=0,
+    )
+    scores = score_samples(
+        samples, items, run.tokenizer, answer_format=run.settings.answer_format
+    )
+    return sum(score >= 1.0 for score in scores) / len(scores)
+
