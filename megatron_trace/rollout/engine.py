@@ -20,8 +20,8 @@ from megatron_trace.rollout.moe import EngineMoELayer
 from megatron_trace.rollout.prompts import require_usable
 from megatron_trace.rollout.quantize import (
     calibrated_scales,
+    collect_amax,
     insert_quantisers,
-    recalibrate,
     require_only_ours,
 )
 from megatron_trace.rollout.recorder import Place, Recorder
@@ -93,6 +93,8 @@ class RolloutEngine:
         for layer in self.layers:
             if isinstance(layer.moe, EngineMoELayer):
                 layer.moe.place = (self.sites, layer.index)
+        if self.quantised:
+            insert_quantisers(self.model, self.layers, self.sites)
         self._server = Server(
             self.model,
             self.sites,
@@ -105,7 +107,6 @@ class RolloutEngine:
         self.seconds = {"rollout": 0.0, "record": 0.0, "push": 0.0}
         self.experts_without_calibration: dict[int, tuple[int, ...]] = {}
         self._settings: QuantizerSettings | None = None
-        self._has_quantisers = False
         self._has_plain_weights = False
         self._policy_version: int | None = None
 
@@ -160,12 +161,8 @@ class RolloutEngine:
                 mask = causal_mask(tokens.shape[1]).to(tokens.device)
                 model(tokens, positions.expand_as(tokens), mask)
 
-        self._policy_version = None
-        if self._has_quantisers:
-            recalibrate(self.model, forward_loop)
-        else:
-            insert_quantisers(self.model, self.layers, self.sites, forward_loop)
-            self._has_quantisers = True
+        self._settings = None
+        collect_amax(self.model, self.layers, forward_loop)
         scales, self.experts_without_calibration = calibrated_scales(self.layers)
         self.use_settings(QuantizerSettings(scales, model_id=self.model_id))
 
@@ -185,9 +182,6 @@ class RolloutEngine:
                 raise ValueError(
                     f"settings with {field.name} {theirs} do not fit an engine with {ours}"
                 )
-        if not self._has_quantisers:
-            insert_quantisers(self.model, self.layers, self.sites, None)
-            self._has_quantisers = True
         self._settings = settings
         self.sites.use(settings)
 
@@ -265,8 +259,9 @@ class RolloutEngine:
                 prompts, sample_ids, sampling=sampling, seed=seed, keep=keep
             )
             self._require_quantisers_ran()
+            digest = self._settings.digest() if self._settings is not None else ""
             samples = [
-                self._sample(sample_id, request)
+                self._sample(sample_id, request, digest)
                 for sample_id, request in zip(sample_ids, requests, strict=True)
             ]
             storing = time.perf_counter()
@@ -291,7 +286,9 @@ class RolloutEngine:
             diagnostic_share=self.trace.diagnostic_share,
         )
 
-    def _sample(self, sample_id: str, request: DynamicInferenceRequest) -> RolloutSample:
+    def _sample(
+        self, sample_id: str, request: DynamicInferenceRequest, settings_digest: str
+    ) -> RolloutSample:
         assert self._policy_version is not None, "checked by generate"
         assert request.prompt_tokens is not None, "Megatron keeps the prompt of its own requests"
         response = tuple(int(token) for token in request.generated_tokens)
@@ -304,7 +301,7 @@ class RolloutEngine:
             logprobs=torch.tensor(request.generated_log_probs, dtype=torch.float32),
             routing=torch.as_tensor(request.routing_indices, dtype=torch.int16),
             policy_version=self._policy_version,
-            settings_digest=self._settings.digest() if self._settings is not None else "",
+            settings_digest=settings_digest,
             finish_reason="stop" if response[-1] == self._server.eod_token else "length",
         )
 

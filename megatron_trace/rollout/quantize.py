@@ -84,23 +84,16 @@ def quant_config() -> dict[str, Any]:
 
 
 def insert_quantisers(
-    model: HybridModel,
-    layers: Sequence[DecoderLayer],
-    sites: RolloutSites,
-    forward_loop: Callable[[Any], None] | None,
+    model: HybridModel, layers: Sequence[DecoderLayer], sites: RolloutSites
 ) -> None:
-    """Lets ModelOpt attach its quantisers and calibrate them, and gives each its action.
+    """Lets ModelOpt attach its quantisers, and gives each its action.
 
     Args:
         model: Model of the engine; changed in place.
         layers: Its decoder layers.
         sites: What quantises there.
-        forward_loop: Runs the calibration tokens through the model; None attaches only.
     """
-    try:
-        mtq.quantize(model, quant_config(), cast("Any", forward_loop))
-    finally:
-        compat.restore_linear_functions()
+    mtq.quantize(model, quant_config())
     for layer in layers:
         if layer.attention is not None:
             compat.restore_attention_methods(layer.attention)
@@ -112,12 +105,31 @@ def insert_quantisers(
                 compat.set_quantizer_action(quantiser, _action(layer, site, expert, sites))
 
 
-def recalibrate(model: HybridModel, forward_loop: Callable[[Any], None]) -> None:
-    """Lets ModelOpt collect the activations' amax anew."""
+def collect_amax(
+    model: HybridModel, layers: Iterable[DecoderLayer], forward_loop: Callable[[Any], None]
+) -> None:
+    """Lets ModelOpt collect the amax of the activations anew.
+
+    Args:
+        model: Model of the engine, with quantisers and unquantised weights.
+        layers: Its decoder layers.
+        forward_loop: Runs the calibration tokens through the model.
+    """
+    quantisers = [
+        quantiser
+        for layer in layers
+        for by_expert in site_quantisers(layer).values()
+        for quantiser in by_expert.values()
+    ]
+    for quantiser in quantisers:
+        quantiser.reset_amax()
     try:
         mtq.calibrate(model, "max", cast("Any", forward_loop))
     finally:
         compat.restore_linear_functions()
+        for quantiser in quantisers:
+            quantiser.enable_quant()
+            quantiser.disable_calib()
 
 
 def site_quantisers(layer: DecoderLayer) -> dict[Site, dict[int, TensorQuantizer]]:
@@ -157,7 +169,11 @@ def calibrated_scales(
     unseen: dict[int, tuple[int, ...]] = {}
     for layer in layers:
         for site, quantisers in site_quantisers(layer).items():
-            seen = {key: q.amax for key, q in quantisers.items() if q.amax is not None}
+            seen = {
+                key: cast("torch.Tensor", quantiser.amax)
+                for key, quantiser in quantisers.items()
+                if quantiser.amax is not None
+            }
             if not seen:
                 raise RuntimeError(
                     f"layer {layer.index}, site {site}: "

@@ -114,34 +114,24 @@ class Recorder:
         step.rows[place] = (packed_codes[:rows].clone(), scale_bytes[:rows].clone())
         self.seconds += time.perf_counter() - started
 
-    def take(self, num_rows: Sequence[int]) -> dict[Place, list[tuple[torch.Tensor, torch.Tensor]]]:
-        """Gives the rows of every sample in the order of its positions.
+    def take(self, num_rows: Sequence[int]) -> dict[Place, tuple[torch.Tensor, torch.Tensor]]:
+        """Gives the rows of one sample after those of another, each in the order of its positions.
 
         Args:
             num_rows: R of each sample, in the order of the samples.
 
         Returns:
-            By place, for each sample: packed codes uint8 [R, K / 2], scale bytes uint8 [R, B]
-            (views of one tensor).
+            By place: packed codes uint8 [sum of R, K / 2], scale bytes uint8 [sum of R, B].
 
         Raises:
             RuntimeError: A position of a sample was not recorded exactly once.
         """
         order = self._row_order(num_rows)
-        records = {
-            place: list(
-                zip(
-                    *(
-                        torch.cat([self._rows(step, place)[part] for step in self._steps])[order]
-                        .cpu()
-                        .split(list(num_rows))
-                        for part in (0, 1)
-                    ),
-                    strict=True,
-                )
-            )
-            for place in sorted(self.places)
-        }
+        records = {}
+        for place in sorted(self.places):
+            rows = [self._rows(step, place) for step in self._steps]
+            packed_codes, scale_bytes = (torch.cat(part) for part in zip(*rows, strict=True))
+            records[place] = (packed_codes[order].cpu(), scale_bytes[order].cpu())
         self._steps = []
         return records
 

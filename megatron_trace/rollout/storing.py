@@ -15,7 +15,7 @@ from megatron_trace.rollout.recorder import Place
 def store_records(
     store: HintStore,
     samples: Sequence[RolloutSample],
-    records: Mapping[Place, Sequence[tuple[torch.Tensor, torch.Tensor]]],
+    records: Mapping[Place, tuple[torch.Tensor, torch.Tensor]],
     global_scales: Mapping[Place, float],
     *,
     hint_bits: int,
@@ -27,26 +27,27 @@ def store_records(
     Args:
         store: Gets a hint per sample and place, and full codes of the diagnostic samples.
         samples: The samples in the order of the records.
-        records: By place, for each sample: packed codes uint8 [R, K / 2], scale bytes [R, B].
+        records: By place: packed codes uint8 [sum of R, K / 2], scale bytes [sum of R, B].
         global_scales: FP32 decode-side scale of each place.
         hint_bits: Bits per value of a hint.
         hint_sites: Sites that guide training; the others are recorded for diagnostics only.
         diagnostic_share: Share of the samples that keep full codes.
     """
     diagnostic = [is_diagnostic(sample.sample_id, diagnostic_share) for sample in samples]
-    for (layer, site), rows_of_samples in records.items():
+    num_rows = [sample.num_rows for sample in samples]
+    for (layer, site), (packed_codes, scale_bytes) in records.items():
         scale = global_scales[layer, site]
-        for sample, keeps_codes, (packed_codes, scale_bytes) in zip(
-            samples, diagnostic, rows_of_samples, strict=True
-        ):
-            codes = unpack_codes(packed_codes)
+        rows = zip(
+            unpack_codes(packed_codes).split(num_rows), scale_bytes.split(num_rows), strict=True
+        )
+        for sample, keeps_codes, (codes, scales) in zip(samples, diagnostic, rows, strict=True):
             key = HintKey(
                 sample.sample_id, layer, site, sample.policy_version, sample.settings_digest
             )
             if site in hint_sites:
-                store.put(encode_hint(key, codes, scale_bytes, scale, hint_bits))
+                store.put(encode_hint(key, codes, scales, scale, hint_bits))
             if keeps_codes:
-                store.put(encode_hint(key, codes, scale_bytes, scale, 4), RecordKind.CODES)
+                store.put(encode_hint(key, codes, scales, scale, 4), RecordKind.CODES)
 
 
 def is_diagnostic(sample_id: str, share: float) -> bool:
