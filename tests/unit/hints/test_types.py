@@ -1,0 +1,112 @@
+"""The types that rollout and training exchange refuse what contradicts itself."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from megatron_trace.hints import HintKey, QuantizerSettings, RolloutSample, Site, SiteHint
+
+SETTINGS = QuantizerSettings({(0, Site.FC1): 0.5, (1, Site.K): 0.25})
+KEY = HintKey("s0", layer=3, site=Site.FC1, policy_version=7, settings_digest="abc")
+HINT = SiteHint(
+    key=KEY,
+    num_bits=1,
+    payload=torch.zeros(5, 4, dtype=torch.uint8),
+    scale_bytes=torch.zeros(5, 2, dtype=torch.uint8),
+    global_scale=1.0,
+)
+SAMPLE = RolloutSample(
+    sample_id="s0",
+    prompt_tokens=(1, 2, 3),
+    response_tokens=(4, 5),
+    logprobs=torch.zeros(2),
+    routing=torch.zeros(4, 2, 4, dtype=torch.int16),
+    policy_version=7,
+    settings_digest="abc",
+    finish_reason="stop",
+)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"global_scales": {(0, Site.FC1): 0.5}},
+        {"global_scales": {(0, Site.FC1): 0.5, (1, Site.V): 0.25}},
+        {"global_scales": {(0, Site.FC1): 0.5, (2, Site.K): 0.25}},
+        {"global_scales": {(0, Site.FC1): 0.5, (1, Site.K): 0.25 + 2**-50}},
+        {"number_format": "mxfp4"},
+        {"block_size": 32},
+        {"prefill_attends_to": "fresh"},
+        {"operand_dtype": "float32"},
+        {"model_id": "other"},
+    ],
+    ids=lambda change: str(change),
+)
+def test_any_other_setting_gives_another_digest(change: dict) -> None:
+    assert dataclasses.replace(SETTINGS, **change).digest() != SETTINGS.digest()
+
+
+def test_every_setting_is_part_of_the_digest_test() -> None:
+    assert {field.name for field in dataclasses.fields(QuantizerSettings)} == {
+        "global_scales",
+        "number_format",
+        "block_size",
+        "prefill_attends_to",
+        "operand_dtype",
+        "model_id",
+    }, "add the new setting to the changes of the test above"
+
+
+def test_digest_does_not_depend_on_the_order_of_calibration() -> None:
+    reordered = QuantizerSettings(dict(reversed(SETTINGS.global_scales.items())))
+    assert reordered.digest() == SETTINGS.digest()
+
+
+def test_place_that_was_not_calibrated_is_named() -> None:
+    with pytest.raises(LookupError, match="no global scale for layer 1, site v"):
+        SETTINGS.global_scale(1, Site.V)
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, float("nan"), float("inf")])
+def test_global_scale_must_be_finite_and_positive(scale: float) -> None:
+    with pytest.raises(ValueError, match="layer 2, site v must be finite and > 0"):
+        QuantizerSettings({(2, Site.V): scale})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"payload": HINT.payload[:4]}, r"payload must be \(5, 4\)"),
+        ({"payload": HINT.payload[:, :3]}, r"payload must be \(5, 4\)"),
+        ({"payload": HINT.payload.int()}, "payload must be uint8"),
+        ({"scale_bytes": HINT.scale_bytes[0]}, "scale_bytes must be uint8"),
+        ({"num_bits": 4}, r"payload must be \(5, 16\)"),
+        ({"num_bits": 3}, "num_bits must be 1 or 4; got 3"),
+    ],
+)
+def test_hint_whose_parts_disagree_is_refused(change: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message + r".*sample s0, layer 3, site fc1"):
+        dataclasses.replace(HINT, **change)
+
+
+def test_sizes_of_a_hint() -> None:
+    assert (HINT.num_rows, HINT.num_values, HINT.num_bytes) == (5, 32, 30)
+
+
+def test_last_token_of_a_sample_has_no_row() -> None:
+    assert SAMPLE.tokens == (1, 2, 3, 4, 5)
+    assert SAMPLE.num_rows == 4
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"logprobs": torch.zeros(3)}, "2 response tokens, but log-probs of shape"),
+        ({"routing": SAMPLE.routing[:3]}, r"routing must be \[4, layers, top-k\]"),
+        ({"routing": SAMPLE.routing[:, 0]}, r"routing must be \[4, layers, top-k\]"),
+    ],
+)
+def test_sample_whose_lengths_disagree_is_refused(change: dict, message: str) -> None:
+    with pytest.raises(ValueError, match="sample s0: " + message):
+        dataclasses.replace(SAMPLE, **change)
