@@ -1,0 +1,107 @@
+"""Takes hint rows the way that tokens go to their experts.
+
+Megatron's dispatchers move hidden states only. These functions repeat, for rows of bytes, the moves
+that a dispatcher has just made, from the indices and split sizes that it keeps for the way back.
+
+Legend: T tokens of this rank, N rows that its experts receive.
+"""
+
+from __future__ import annotations
+
+import torch
+from megatron.core.tensor_parallel import all_to_all, gather_from_sequence_parallel_region
+from megatron.core.transformer.moe.moe_utils import sort_chunks_by_idxs
+from megatron.core.transformer.moe.token_dispatcher import (
+    MoEAllGatherTokenDispatcher,
+    MoEAlltoAllTokenDispatcher,
+    MoETokenDispatcher,
+)
+
+
+def dispatch_rows(dispatcher: MoETokenDispatcher, rows: torch.Tensor) -> torch.Tensor:
+    """Gives for every row that the local experts receive the row of its token.
+
+    Call it after the dispatcher's `dispatch_postprocess` and before its next forward; with more
+    than one rank it communicates, like the dispatch itself.
+
+    Args:
+        dispatcher: A dispatcher that has just dispatched the T tokens.
+        rows: uint8 [T, bytes], in the order of the tokens.
+
+    Returns:
+        uint8 [N, bytes], in the order of the dispatched rows.
+
+    Raises:
+        ValueError: The dispatcher is of a kind whose moves are unknown.
+
+    Source: Megatron-Core 0.19.2, transformer/moe/token_dispatcher.py.
+    """
+    if isinstance(dispatcher, MoEAlltoAllTokenDispatcher):
+        return _all_to_all(dispatcher, rows)
+    if isinstance(dispatcher, MoEAllGatherTokenDispatcher):
+        return _all_gather(dispatcher, rows)
+    raise ValueError(
+        f"hint rows cannot follow tokens through {type(dispatcher).__name__}; use "
+        "moe_token_dispatcher_type=alltoall or allgather"
+    )
+
+
+def token_of_each_row(
+    routing_map: torch.Tensor, permutation: torch.Tensor, *, fused: bool
+) -> torch.Tensor:
+    """Gives the token index of every row of a permutation by expert.
+
+    Args:
+        routing_map: bool [T, experts].
+        permutation: What Megatron's `permute` returns: int64 [N] token indices, or with the fused
+            kernel a map in TE's own format, which is then not used.
+        fused: Whether the fused kernel permuted.
+
+    Returns:
+        int64 [N]; tokens ascending within each expert.
+    """
+    return routing_map.T.nonzero()[:, 1] if fused else permutation
+
+
+def _all_to_all(dispatcher: MoEAlltoAllTokenDispatcher, rows: torch.Tensor) -> torch.Tensor:
+    if dispatcher.drop_and_pad:
+        raise ValueError(
+            "hint rows cannot follow tokens with moe_pad_expert_input_to_capacity, which drops "
+            "tokens and pads experts; switch it off"
+        )
+    token = token_of_each_row(
+        dispatcher.routing_map,
+        dispatcher.reversed_local_input_permutation_mapping,
+        fused=dispatcher.config.moe_permute_fusion,
+    )
+    rows = all_to_all(
+        dispatcher.ep_group,
+        rows.index_select(0, token),
+        dispatcher.output_splits,
+        dispatcher.input_splits,
+    )
+    if dispatcher.tp_size > 1:
+        splits = dispatcher.output_splits_tp
+        rows = gather_from_sequence_parallel_region(
+            rows,
+            group=dispatcher.tp_group,
+            output_split_sizes=None if splits is None else splits.tolist(),
+        )
+    if dispatcher.num_local_experts > 1:
+        rows, _ = sort_chunks_by_idxs(
+            rows,
+            dispatcher.num_global_tokens_per_local_expert.ravel(),
+            dispatcher.sort_input_by_local_experts,
+        )
+    return rows
+
+
+def _all_gather(dispatcher: MoEAllGatherTokenDispatcher, rows: torch.Tensor) -> torch.Tensor:
+    if dispatcher.tp_size > 1 or dispatcher.ep_size > 1:
+        rows = gather_from_sequence_parallel_region(rows, group=dispatcher.tp_ep_group)
+    token = token_of_each_row(
+        dispatcher.local_map,
+        dispatcher.reversed_local_input_permutation_mapping,
+        fused=dispatcher.config.moe_permute_fusion,
+    )
+    return rows.index_select(0, token)

@@ -1,0 +1,69 @@
+"""Hint rows follow tokens to the experts of another rank."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_trace.testing.ranks import run_ranks
+
+NUM_EXPERTS = 4
+TOKENS_OF_RANK = (7, 4)
+H = 8
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("size", ["expert_model_parallel_size", "expert_tensor_parallel_size"])
+def test_every_row_of_two_ranks_carries_its_tokens_hint(size: str) -> None:
+    run_ranks(__file__, "dispatch_on_rank", world_size=2, parallel={size: 2})
+
+
+def dispatch_on_rank(rank: int) -> None:
+    for kind in ("alltoall", "allgather"):
+        _dispatch(rank, kind)
+
+
+def _dispatch(rank: int, kind: str) -> None:
+    from megatron.core import parallel_state
+    from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
+    from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDispatcher
+
+    from megatron_trace.models.moe import HostSplitsDispatcher
+    from megatron_trace.testing.single_process import tiny_moe_config
+    from megatron_trace.training.te_dispatch import dispatch_rows
+
+    ep_size = parallel_state.get_expert_model_parallel_world_size()
+    num_local = NUM_EXPERTS // ep_size
+    first = num_local * parallel_state.get_expert_model_parallel_rank()
+    config = tiny_moe_config(
+        "E",
+        num_moe_experts=NUM_EXPERTS,
+        moe_router_topk=2,
+        expert_model_parallel_size=ep_size,
+        expert_tensor_parallel_size=2 // ep_size,
+        moe_token_dispatcher_type=kind,
+    )
+    dispatcher = {"alltoall": HostSplitsDispatcher, "allgather": MoEAllGatherTokenDispatcher}[kind](
+        num_local,
+        list(range(first, first + num_local)),
+        config=config,
+        pg_collection=get_default_pg_collection(),
+    )
+    # The all-gather dispatcher wants as many tokens on every rank.
+    num_tokens = TOKENS_OF_RANK[rank] if kind == "alltoall" else TOKENS_OF_RANK[0]
+    tokens = torch.arange(num_tokens) + 100 * rank
+    chosen = torch.rand(num_tokens, NUM_EXPERTS).topk(2).indices
+    routing_map = torch.zeros(num_tokens, NUM_EXPERTS, dtype=torch.bool).scatter(1, chosen, True)
+    hidden = tokens.float().view(-1, 1, 1).expand(num_tokens, 1, H).contiguous()
+    hidden, probs = dispatcher.dispatch_preprocess(hidden, routing_map, routing_map.float())
+    hidden, probs = dispatcher.token_dispatch(hidden, probs)
+    hidden, _, _ = dispatcher.dispatch_postprocess(hidden, probs)
+    rows = dispatch_rows(dispatcher, tokens.int().unsqueeze(-1).view(torch.uint8))
+    carried = rows.contiguous().view(torch.int32).flatten()
+    wanted = hidden[:, 0].int()
+    assert set((wanted >= 100).tolist()) == {True, False}, (
+        f"{kind}: tokens of both ranks should arrive"
+    )
+    assert torch.equal(carried, wanted), (
+        f"rank {rank}, {kind}: {carried.tolist()} != {wanted.tolist()}"
+    )
