@@ -1,0 +1,162 @@
+"""Samples with hints for trainer tests, recorded from a forward pass instead of an engine.
+
+A second trainer model plays the rollout: what its quantisers see is recorded, as an engine's would
+be. With the other dtype, or slightly different weights, its values differ as a rollout's do.
+
+Legend: T tokens of a sample, R = T - 1 rows, L MoE layers, k top-k, K values of a row.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from unittest import mock
+
+import torch
+from megatron.core.models.hybrid.hybrid_model import HybridModel
+
+from megatron_trace.formats import encode, global_scale_from_amax
+from megatron_trace.hints.codec import encode_hint
+from megatron_trace.hints.store import HintStore, RecordKind
+from megatron_trace.hints.types import HintKey, QuantizerSettings, RolloutSample, Site
+from megatron_trace.training.micro_batch import MicroBatch, make_micro_batch
+from megatron_trace.training.model import token_logprobs
+from megatron_trace.training.rounding import Rounding
+from megatron_trace.training.shape import ModelShape, Place
+from megatron_trace.training.sites import TraceSites
+
+
+def random_samples(
+    lengths: Sequence[tuple[int, int]],
+    shape: ModelShape,
+    *,
+    vocab_size: int,
+    settings_digest: str = "",
+    seed: int = 0,
+    num_experts: int | None = None,
+) -> list[RolloutSample]:
+    """Gives samples with random tokens and random routing, and log-probs of 0.
+
+    Args:
+        lengths: (prompt, response) tokens of each sample.
+        shape: Sizes of the model.
+        vocab_size: Token ids are below it.
+        settings_digest: Digest of the quantiser settings.
+        seed: Seed of tokens and routing.
+        num_experts: Experts below which routing stays; None uses all.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    samples = []
+    for index, (prompt, response) in enumerate(lengths):
+        tokens = torch.randint(vocab_size, (prompt + response,), generator=generator).tolist()
+        scores = torch.rand(
+            prompt + response - 1,
+            len(shape.moe_layers),
+            num_experts or shape.num_experts,
+            generator=generator,
+        )
+        samples.append(
+            RolloutSample(
+                sample_id=f"sample-{index}",
+                prompt_tokens=tuple(tokens[:prompt]),
+                response_tokens=tuple(tokens[prompt:]),
+                logprobs=torch.zeros(response),
+                routing=scores.topk(shape.top_k, -1).indices.to(torch.int16),
+                policy_version=0,
+                settings_digest=settings_digest,
+                finish_reason="length",
+            )
+        )
+    return samples
+
+
+def calibrate(model: HybridModel, sites: TraceSites, samples: Sequence[RolloutSample]) -> None:
+    """Gives `sites` settings whose global scales hold what the samples make its quantisers see.
+
+    Args:
+        model: Trainer model of method qat or trace.
+        sites: Its `TraceSites`.
+        samples: Tokens and routing to calibrate with.
+    """
+    sites.settings = QuantizerSettings(dict.fromkeys(sites.shape.places, 1.0))
+    values = _forward_recorded(model, sites, samples)[1]
+    scales = {
+        place: global_scale_from_amax(torch.cat([x.flatten() for x in seen]).abs().amax()).item()
+        for place, seen in values.items()
+    }
+    sites.settings = QuantizerSettings(scales)
+    sites.reset_report()
+
+
+def record(
+    model: HybridModel,
+    sites: TraceSites,
+    samples: Sequence[RolloutSample],
+    store: HintStore,
+    *,
+    num_bits: int = 1,
+    places: Sequence[Place] | None = None,
+    codes: bool = False,
+) -> list[RolloutSample]:
+    """Forwards samples, records hints into the store, and gives the samples with their log-probs.
+
+    Args:
+        model: Trainer model of method qat that plays the rollout.
+        sites: Its `TraceSites`, calibrated.
+        samples: Tokens and routing.
+        store: Gets the hints.
+        num_bits: Bits of a hint.
+        places: Places to record; None records fc1, k and v of every layer.
+        codes: Whether to store full codes for diagnostics too.
+    """
+    samples = [replace(s, settings_digest=sites.settings.digest()) for s in samples]
+    micro_batch, values, logprobs = _forward_recorded(model, sites, samples)
+    guided = [place for place in sites.shape.places if place[1] is not Site.FC2]
+    for place in guided if places is None else places:
+        scale = sites.settings.global_scale(*place)
+        all_codes, scale_bytes = encode(torch.cat(values[place]), scale)
+        for column, sample in enumerate(samples):
+            rows = torch.arange(sample.num_rows) * len(samples) + column
+            key = HintKey(sample.sample_id, *place, sample.policy_version, sample.settings_digest)
+            own = (all_codes[rows], scale_bytes[rows], scale)
+            store.put(encode_hint(key, *own, num_bits))
+            if codes:
+                store.put(encode_hint(key, *own, 4), RecordKind.CODES)
+    return [
+        replace(sample, logprobs=logprobs[b][micro_batch.loss_mask[b]])
+        for b, sample in enumerate(samples)
+    ]
+
+
+def _forward_recorded(
+    model: HybridModel, sites: TraceSites, samples: Sequence[RolloutSample]
+) -> tuple[MicroBatch, dict[Place, list[torch.Tensor]], torch.Tensor]:
+    samples = [replace(s, settings_digest=sites.settings.digest()) for s in samples]
+    micro_batch = make_micro_batch(samples, None, sites)
+    with torch.no_grad(), _seen_values(sites) as values, sites.micro_batch(micro_batch):
+        logprobs = token_logprobs(model, sites, micro_batch)
+    return micro_batch, values, logprobs
+
+
+@contextlib.contextmanager
+def _seen_values(sites: TraceSites) -> Iterator[dict[Place, list[torch.Tensor]]]:
+    """Collects what the quantisers of a model see, by place."""
+    values: dict[Place, list[torch.Tensor]] = {}
+    quantised = Rounding.quantised
+    last: list[Place] = []
+    rounding = sites.rounding
+
+    def noting_place(layer: int, site: Site, rows: torch.Tensor | None) -> Rounding:
+        last[:] = [(layer, site)]
+        return rounding(layer, site, rows)
+
+    def noting_values(self: Rounding, rows: torch.Tensor) -> torch.Tensor:
+        values.setdefault(last[0], []).append(rows)
+        return quantised(self, rows)
+
+    with (
+        mock.patch.object(sites, "rounding", noting_place),
+        mock.patch.object(Rounding, "quantised", noting_values),
+    ):
+        yield values

@@ -1,0 +1,150 @@
+"""Log-prob gap and code mismatch, each class by an input made for it."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from megatron_trace.formats import encode
+from megatron_trace.metrics import CodeMismatch, compare_codes, logprob_gap
+
+
+def test_gap_counts_masked_tokens_only():
+    rollout = torch.tensor([[-1.0, -2.0, -3.0]])
+    train = torch.tensor([[-1.5, -9.0, -2.0]])
+    gap = logprob_gap(rollout, train, torch.tensor([[True, False, True]]))
+    assert gap.num_tokens == 2
+    assert gap.mean == pytest.approx(0.75)
+    assert gap.max == pytest.approx(1.0)
+    assert gap.kl_naive == pytest.approx(-0.25)
+    assert gap.ratio_mean == pytest.approx((math.exp(-0.5) + math.e) / 2)
+    assert (gap.ratio_min, gap.ratio_max) == pytest.approx((math.exp(-0.5), math.e))
+
+
+def test_kl_estimates_the_divergence_of_the_rollout_from_training():
+    generator = torch.Generator().manual_seed(0)
+    q, p = (torch.randn(8, generator=generator).log_softmax(-1) for _ in range(2))
+    exact = (q.exp() * (q - p)).sum().item()
+    tokens = torch.multinomial(q.exp(), 200_000, replacement=True, generator=generator)
+    gap = logprob_gap(q[tokens], p[tokens], torch.ones(200_000, dtype=torch.bool))
+    assert gap.kl == pytest.approx(exact, rel=0.03)
+    assert gap.kl_naive == pytest.approx(exact, rel=0.03)
+
+
+def test_equal_logprobs_have_no_gap():
+    x = torch.randn(3, 4)
+    gap = logprob_gap(x, x, torch.ones(3, 4, dtype=torch.bool))
+    assert (gap.mean, gap.p99, gap.max, gap.kl, gap.ratio_max) == (0, 0, 0, 0, 1)
+
+
+def test_no_tokens_give_nan_and_not_zero():
+    gap = logprob_gap(torch.zeros(2, 3), torch.zeros(2, 3), torch.zeros(2, 3, dtype=torch.bool))
+    assert gap.num_tokens == 0
+    assert math.isnan(gap.mean)
+
+
+def test_shapes_that_differ_are_refused():
+    with pytest.raises(ValueError, match="one shape"):
+        logprob_gap(torch.zeros(2, 3), torch.zeros(2, 2), torch.ones(2, 3, dtype=torch.bool))
+
+
+# Scale byte 0x38 is 1.0, so with global scale 1 a code's value is its ladder value.
+ONE = 0x38
+
+
+def _compare(values, codes, *, num_bits=1, scale_byte=ONE, guided=True):
+    x = torch.zeros(1, 16)
+    full = torch.zeros(1, 16, dtype=torch.uint8)
+    x[0, : len(values)] = torch.tensor(values)
+    full[0, : len(codes)] = torch.tensor(codes, dtype=torch.uint8)
+    return compare_codes(
+        x,
+        full,
+        torch.tensor([[scale_byte]], dtype=torch.uint8),
+        1.0,
+        guided_rows=torch.tensor([guided]),
+        num_bits=num_bits,
+    )
+
+
+# The largest value is 6, so that training's own scale is 1 too.
+LARGEST = ([6.0], [7])
+
+
+@pytest.mark.parametrize("num_bits", [1, 4])
+def test_codes_within_the_bracket_are_reached(num_bits):
+    # 2.49 rounds to 2 (code 4) and 2.51 to 3 (code 5); the rollout had it the other way round.
+    counts = _compare([6.0, 2.49, -2.51], [7, 5, 8 | 4], num_bits=num_bits)
+    assert (counts.rtn_different, counts.rtn_one_step) == (2, 2)
+    assert counts.guided_different == 0
+
+
+@pytest.mark.parametrize("num_bits", [1, 4])
+def test_a_magnitude_outside_of_the_bracket_is_named_so(num_bits):
+    # 1.2 lies between codes 2 and 3; the rollout had 2 (code 4).
+    counts = _compare([6.0, 1.2], [7, 4], num_bits=num_bits)
+    assert counts.guided_different == counts.out_of_bracket == 1
+    assert (counts.sign_flip, counts.unexplained) == (0, 0)
+    assert (counts.rtn_different, counts.rtn_one_step) == (1, 0)
+
+
+def test_another_sign_is_named_so():
+    # .1 lies between codes 0 and 1; the rollout had -.5.
+    counts = _compare([6.0, 0.1], [7, 8 | 1])
+    assert counts.guided_different == counts.sign_flip == 1
+    assert (counts.out_of_bracket, counts.unexplained) == (0, 0)
+
+
+def test_minus_zero_equals_zero():
+    counts = _compare([6.0, 0.1, -0.1], [7, 8, 0])
+    assert (counts.rtn_different, counts.guided_different) == (0, 0)
+
+
+def test_a_saturated_value_may_be_either_of_the_two_largest():
+    counts = _compare([60.0, 60.0], [7, 6])
+    assert counts.guided_different == 0
+    outside = _compare([60.0, 60.0], [7, 5])
+    assert outside.guided_different == outside.out_of_bracket == 1
+
+
+def test_other_scale_bytes_are_counted_per_block():
+    counts = _compare(*LARGEST, scale_byte=ONE + 1)
+    assert (counts.blocks, counts.scale_bytes_different) == (1, 1)
+
+
+def test_rows_that_were_not_guided_count_for_rounding_to_nearest_only():
+    counts = _compare([6.0, 2.49], [7, 5], guided=False)
+    assert (counts.values, counts.rtn_different) == (16, 1)
+    assert (counts.guided_values, counts.guided_different) == (0, 0)
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.003, 0.03, 0.5])
+@pytest.mark.parametrize("num_bits", [1, 4])
+def test_every_mismatch_under_noise_has_a_class(noise, num_bits):
+    generator = torch.Generator().manual_seed(0)
+    rolled = torch.randn(256, 128, generator=generator)
+    trained = rolled * (1 + noise * torch.randn(256, 128, generator=generator))
+    trained += 0.1 * noise * torch.randn(256, 128, generator=generator)
+    codes, scale_bytes = encode(rolled, 2.0**-8)
+    counts = compare_codes(
+        trained,
+        codes,
+        scale_bytes,
+        2.0**-8,
+        guided_rows=torch.ones(256, dtype=torch.bool),
+        num_bits=num_bits,
+    )
+    assert counts.unexplained == 0
+    assert counts.guided_different == counts.out_of_bracket + counts.sign_flip
+    assert (counts.guided_different > 0) == (noise == 0.5)
+    assert counts.guided_different <= counts.rtn_different
+
+
+def test_counts_add_up_and_shares_of_nothing_are_nan():
+    a = CodeMismatch(values=10, rtn_different=2, rtn_one_step=1)
+    total = a + CodeMismatch(values=30, rtn_different=2, rtn_one_step=2)
+    assert (total.rtn_share, total.one_step_share) == (0.1, 0.75)
+    assert math.isnan(CodeMismatch().rtn_share)
+    assert math.isnan(CodeMismatch().guided_share)

@@ -1,0 +1,154 @@
+"""Replay by key, and even routing of padding."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from megatron.core.transformer.moe.router_replay import RouterReplay
+
+from megatron_trace.models.routing import replay_instances
+from megatron_trace.testing.assertions import assert_same_bytes
+from megatron_trace.testing.recorded_samples import random_samples
+from megatron_trace.training.micro_batch import make_micro_batch
+from megatron_trace.training.model import token_logprobs
+from megatron_trace.training.routing import even_experts
+
+LENGTHS = ((5, 3), (3, 0), (7, 4), (2, 6))
+
+
+def _experts_used(model, sites, micro_batch, **options):
+    """Gives the expert sets [L, N, k] that the dispatchers saw."""
+    with torch.no_grad(), sites.micro_batch(micro_batch, **options):
+        token_logprobs(model, sites, micro_batch)
+    maps = [layer.mlp.token_dispatcher.routing_map for layer in model.decoder.layers[1::2]]
+    return torch.stack([m.nonzero()[:, 1].view(-1, 4) for m in maps])
+
+
+def _micro_batch(sites, lengths=LENGTHS, seed=0):
+    samples = random_samples(lengths, sites.shape, vocab_size=16, seed=seed)
+    return make_micro_batch(samples, None, sites)
+
+
+def test_tokens_go_to_the_rollouts_experts(build):
+    model, sites = build("bf16")
+    micro_batch = _micro_batch(sites)
+    used = _experts_used(model, sites, micro_batch)
+    assert torch.equal(used, micro_batch.routing.sort(-1).values)
+
+
+def test_outside_of_a_micro_batch_and_with_replay_off_the_router_chooses(build):
+    model, sites = build("bf16")
+    micro_batch = _micro_batch(sites)
+    free = _experts_used(model, sites, micro_batch, replay_routing=False)
+    assert not torch.equal(free, micro_batch.routing.sort(-1).values)
+    positions = micro_batch.positions
+    with torch.no_grad():
+        model(micro_batch.tokens[:, :-1], positions, None)
+    chosen = model.decoder.layers[1].mlp.token_dispatcher.routing_map.nonzero()[:, 1].view(-1, 4)
+    assert torch.equal(chosen, free[0])
+
+
+def test_with_replay_off_the_share_of_other_expert_sets_is_counted(build):
+    model, sites = build("bf16")
+    micro_batch = _micro_batch(sites)
+    free = _experts_used(model, sites, micro_batch, replay_routing=False)
+    different = (free != micro_batch.routing.sort(-1).values).any(-1)
+    report = sites.report()
+    assert report.routing_compared == 2 * 26
+    assert report.routing_different == int(different[:, micro_batch.valid.flatten()].sum())
+    own = [
+        replace(s, routing=free.view(2, 10, 4, 4)[:, : s.num_rows, b].transpose(0, 1).short())
+        for b, s in enumerate(random_samples(LENGTHS, sites.shape, vocab_size=16))
+    ]
+    sites.reset_report()
+    _experts_used(model, sites, make_micro_batch(own, None, sites), replay_routing=False)
+    assert sites.report().routing_mismatch == 0.0
+
+
+def test_replay_touches_nothing_of_the_process(build):
+    before = list(RouterReplay.global_router_replay_instances)
+    model, sites = build("bf16")
+    _experts_used(model, sites, _micro_batch(sites))
+    assert before == RouterReplay.global_router_replay_instances
+    assert all(r.recorded_topk_idx is None for r in replay_instances(model))
+
+
+def test_gate_weights_come_from_the_live_logits(build):
+    model, sites = build("bf16")
+    micro_batch = _micro_batch(sites)
+    router = model.decoder.layers[1].mlp.router
+    seen = {}
+    router.register_forward_hook(lambda m, i, o: seen.update(x=i[0], probs=o[0]))
+    _experts_used(model, sites, micro_batch)
+    logits = seen["x"].flatten(0, 1).float() @ router.weight.float().T
+    chosen = micro_batch.routing[0]
+    expected = torch.zeros_like(logits).scatter(1, chosen, logits.gather(1, chosen).softmax(-1))
+    torch.testing.assert_close(seen["probs"].float(), expected, rtol=1e-6, atol=1e-7)
+
+
+def test_rows_of_another_forward_are_refused(build):
+    model, sites = build("bf16")
+    micro_batch = _micro_batch(sites)
+    tokens = torch.zeros(1, 4, dtype=torch.int64)
+    with (
+        pytest.raises(ValueError, match="MoE layer 0 got 4 rows"),
+        sites.micro_batch(micro_batch),
+    ):
+        model(tokens, tokens, None)
+
+
+def test_replay_needs_a_model_that_was_built_for_it(build):
+    model, sites = build("bf16", config={"moe_enable_routing_replay": False})
+    micro_batch = _micro_batch(sites)
+    with (
+        pytest.raises(RuntimeError, match="moe_enable_routing_replay=False"),
+        sites.micro_batch(micro_batch),
+    ):
+        pass
+    _experts_used(model, sites, micro_batch, replay_routing=False)
+
+
+@pytest.mark.parametrize(
+    ("num_experts", "num_rows", "top_k"),
+    [(16, 63, 4), (8, 63, 2), (128, 1, 8), (5, 7, 5), (8, 0, 2)],
+)
+def test_padding_alone_is_spread_evenly_over_distinct_experts(num_experts, num_rows, top_k):
+    experts = even_experts(torch.zeros(num_experts, dtype=torch.int64), num_rows, top_k)
+    assert experts.shape == (num_rows, top_k)
+    assert all(len(set(row)) == top_k for row in experts.tolist())
+    loads = torch.bincount(experts.flatten(), minlength=num_experts)
+    assert int(loads.max() - loads.min()) <= 1
+
+
+def test_padding_fills_up_what_real_rows_left_empty():
+    loads = torch.tensor([7, 0, 3, 0, 0, 1, 0, 2])
+    total = loads + torch.bincount(even_experts(loads, 15, 3).flatten(), minlength=8)
+    assert int(total.max() - total.min()) <= 1
+
+
+def test_an_overloaded_expert_gets_no_padding():
+    loads = torch.tensor([1000, 0, 0, 0])
+    experts = even_experts(loads, 6, 2)
+    assert torch.bincount(experts.flatten(), minlength=4).tolist() == [0, 4, 4, 4]
+
+
+def test_more_experts_per_row_than_there_are_is_refused():
+    with pytest.raises(ValueError, match="5 distinct experts"):
+        even_experts(torch.zeros(4, dtype=torch.int64), 2, 5)
+
+
+def test_padding_experts_do_not_change_real_rows(build):
+    """Measured: bit-equal."""
+    model, sites = build("bf16")
+    micro_batch = _micro_batch(sites)
+    shifted = micro_batch.routing.clone()
+    padding = ~micro_batch.valid.flatten()
+    shifted[:, padding] = (shifted[:, padding] + 5) % 16
+    logprobs = []
+    for routing in (micro_batch.routing, shifted):
+        with torch.no_grad(), sites.micro_batch(replace(micro_batch, routing=routing)) as mb:
+            logprobs.append(token_logprobs(model, sites, mb))
+    real = micro_batch.valid.T
+    assert_same_bytes(logprobs[0][real], logprobs[1][real], "log-probs of real rows")
