@@ -76,6 +76,8 @@ def tiny_moe_config(pattern: str, **overrides: Any) -> TransformerConfig:
         "gated_linear_unit": True,
         "activation_func": F.silu,
         "bias_activation_fusion": False,
+        # Megatron's fused softmax is a CUDA extension.
+        "masked_softmax_fusion": False,
         "add_bias_linear": False,
         "normalization": "RMSNorm",
         "qk_layernorm": True,

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from megatron.core.transformer.dot_product_attention import DotProductAttention
 
 from megatron_trace.hints.types import Site
 from megatron_trace.models.attention import SDPACoreAttention
@@ -28,10 +29,10 @@ class AttentionPlace:
     layer: int
 
 
-class GuidedCoreAttention(SDPACoreAttention):
+class _QuantisedKeysAndValues:
     """Quantises K and V after RoPE, in blocks along the head dim, per token and KV head.
 
-    Without a place (the layers of MTP) it is the plain core attention.
+    Without a place (the layers of MTP) the core attention below it sees them as they are.
     """
 
     place: AttentionPlace | None = None
@@ -44,4 +45,12 @@ class GuidedCoreAttention(SDPACoreAttention):
             sites, layer = self.place.sites, self.place.layer
             key = sites.quantise_rows(key, (layer, Site.K))
             value = sites.quantise_rows(value, (layer, Site.V))
-        return super().forward(query, key, value, *args, **kwargs)
+        return super().forward(query, key, value, *args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+class GuidedCoreAttention(_QuantisedKeysAndValues, SDPACoreAttention):
+    """The engine's attention arithmetic, torch's, over quantised K and V."""
+
+
+class GuidedDotProductAttention(_QuantisedKeysAndValues, DotProductAttention):
+    """Megatron's own unfused attention over quantised K and V; rounds scores and probabilities."""

@@ -6,14 +6,17 @@ Legend: S positions, B samples.
 from __future__ import annotations
 
 import copy
-from typing import Any
+import dataclasses
+from typing import Any, Literal
 
 import torch
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.dot_product_attention import DotProductAttention
 
 from megatron_trace.config import TraceConfig
 from megatron_trace.formats import BLOCK_SIZE
+from megatron_trace.models.attention import SDPACoreAttention
 from megatron_trace.models.hybrid import (
     HybridModules,
     build_hybrid_model,
@@ -21,7 +24,11 @@ from megatron_trace.models.hybrid import (
     decoder_layers,
     named_expert_linears,
 )
-from megatron_trace.training.attention import AttentionPlace, GuidedCoreAttention
+from megatron_trace.training.attention import (
+    AttentionPlace,
+    GuidedCoreAttention,
+    GuidedDotProductAttention,
+)
 from megatron_trace.training.experts import (
     ExpertPlace,
     GuidedMoELayer,
@@ -35,11 +42,17 @@ from megatron_trace.training.shape import model_shape
 from megatron_trace.training.sites import TraceSites
 
 QUANTISING_MODULES = HybridModules(
-    core_attention=GuidedCoreAttention,
     moe_layer=GuidedMoELayer,
     expert_fc1=QuantisedWeightFc1,
     expert_fc2=QuantisedWeightFc2,
 )
+
+TrainerAttention = Literal["sdpa", "megatron"]
+# Of each attention arithmetic: the plain class, and the one that quantises K and V.
+CORE_ATTENTION: dict[TrainerAttention, tuple[type, type]] = {
+    "sdpa": (SDPACoreAttention, GuidedCoreAttention),
+    "megatron": (DotProductAttention, GuidedDotProductAttention),
+}
 
 
 def build_trainer_model(
@@ -50,6 +63,7 @@ def build_trainer_model(
     max_sequence_length: int,
     trace: TraceConfig,
     dtype: torch.dtype = torch.bfloat16,
+    attention: TrainerAttention = "sdpa",
 ) -> tuple[HybridModel, TraceSites]:
     """Builds a trainer model and what scopes its hints and routing.
 
@@ -62,6 +76,9 @@ def build_trainer_model(
         max_sequence_length: Longest sequence in tokens.
         trace: The run's configuration.
         dtype: dtype of parameters and computation, BF16 or FP32.
+        attention: `sdpa` is torch's attention, the engine's arithmetic and bit-equal to it on some
+            machines; `megatron` is Megatron's own `DotProductAttention`, which rounds elsewhere,
+            as a trainer's kernels do.
 
     Raises:
         ValueError: The configuration asks for something that would break agreement with the
@@ -74,7 +91,7 @@ def build_trainer_model(
         pattern=pattern,
         vocab_size=vocab_size,
         max_sequence_length=max_sequence_length,
-        modules=HybridModules() if trace.method == "bf16" else QUANTISING_MODULES,
+        modules=_modules(trace, attention),
     )
     sites = TraceSites(trace, model, model_shape(model, max_sequence_length))
     install_keyed_replay(model, sites)
@@ -116,6 +133,15 @@ def token_logprobs(
     )
     logprobs = (logits.float() / temperature).log_softmax(-1)
     return logprobs.gather(-1, micro_batch.tokens[:, 1:].unsqueeze(-1)).squeeze(-1)
+
+
+def _modules(trace: TraceConfig, attention: TrainerAttention) -> HybridModules:
+    if attention not in CORE_ATTENTION:
+        raise ValueError(f"attention must be {' or '.join(CORE_ATTENTION)}; got {attention!r}")
+    plain, guided = CORE_ATTENTION[attention]
+    if trace.method == "bf16":
+        return HybridModules(core_attention=plain)
+    return dataclasses.replace(QUANTISING_MODULES, core_attention=guided)
 
 
 def _with_dtype(config: TransformerConfig, dtype: torch.dtype) -> TransformerConfig:
