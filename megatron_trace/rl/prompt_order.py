@@ -22,8 +22,8 @@ def rows_of_step(num_items: int, cursor: int, num_prompts: int, *, seed: int) ->
     """
     if num_prompts > num_items:
         raise ValueError(
-            f"a step takes {num_prompts} distinct prompts, but the task file leaves {num_items} for "
-            "training; export more tasks or take fewer prompts"
+            f"a step takes {num_prompts} distinct prompts, but there are {num_items} training "
+            "items; export more tasks or take fewer prompts"
         )
     rows = []
     for position in range(cursor, cursor + num_prompts):

@@ -28,7 +28,7 @@ from megatron_trace.rl.tasks import (
 from megatron_trace.rollout.engine import RolloutEngine
 from megatron_trace.rollout.sampling import SamplingSettings
 from megatron_trace.rollout.weights import plain_digest
-from megatron_trace.training.model import build_trainer_model
+from megatron_trace.training.model import TrainerAttention, build_trainer_model
 from megatron_trace.training.sites import TraceSites
 from megatron_trace.training.weights import expert_weight_digest
 
@@ -44,6 +44,8 @@ class RunSettings:
         loss: Objective.
         optimizer: Optimizer.
         trainer_dtype: dtype of the trainer; the rollout computes in BF16.
+        trainer_attention: Attention arithmetic of the trainer, see `build_trainer_model`. The
+            engine reads its paged cache through torch's attention.
         prompts_per_step: Prompt groups of a step.
         samples_per_prompt: Samples of a group.
         updates_per_rollout: Optimizer steps on the samples of one rollout, each on its own share
@@ -61,6 +63,7 @@ class RunSettings:
     loss: GrpoSettings = field(default_factory=GrpoSettings)
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
     trainer_dtype: Literal["bf16", "fp32"] = "bf16"
+    trainer_attention: TrainerAttention = "megatron"
     prompts_per_step: int = 16
     samples_per_prompt: int = 8
     updates_per_rollout: int = 1
@@ -206,6 +209,7 @@ def build_run(
         **size,
         trace=settings.trace,
         dtype=TRAINER_DTYPES[settings.trainer_dtype],
+        attention=settings.trainer_attention,
     )
     sites.diagnostics = settings.trace.diagnostic_share > 0
     engine = RolloutEngine(
@@ -288,8 +292,5 @@ def evaluate(run: RlRun, items: Sequence[TaskItem]) -> float:
         sampling=run.settings.sampling(greedy=True),
         seed=0,
     )
-    scores = score_samples(
-        samples, items, run.tokenizer, answer_format=run.settings.answer_format
-    )
+    scores = score_samples(samples, items, run.tokenizer, answer_format=run.settings.answer_format)
     return sum(score >= 1.0 for score in scores) / len(scores)
-

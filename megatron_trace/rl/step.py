@@ -120,15 +120,11 @@ def roll_out(run: RlRun) -> tuple[list[RolloutSample], list[int]]:
     return samples, rows
 
 
-def rewards_of(
-    run: RlRun, samples: Sequence[RolloutSample], rows: Sequence[int]
-) -> torch.Tensor:
+def rewards_of(run: RlRun, samples: Sequence[RolloutSample], rows: Sequence[int]) -> torch.Tensor:
     """Gives the rewards, FP32 [G, N]."""
     num_samples = run.settings.samples_per_prompt
     items = [run.items[row] for row in rows for _ in range(num_samples)]
-    scores = score_samples(
-        samples, items, run.tokenizer, answer_format=run.settings.answer_format
-    )
+    scores = score_samples(samples, items, run.tokenizer, answer_format=run.settings.answer_format)
     return torch.tensor(scores).view(len(rows), num_samples)
 
 
@@ -191,7 +187,8 @@ def _optimizer_step(run: RlRun, batches: Sequence[TrainingBatch], update: Update
         total += loss.item()
         update.sums += sums
     finalize_model_grads([run.ddp])
-    succeeded, grad_norm, _ = run.optimizer.step()
+    result: Any = run.optimizer.step()
+    succeeded, grad_norm, _ = result
     if not succeeded or not torch.isfinite(torch.tensor(grad_norm)):
         raise RuntimeError(
             f"step {run.progress.step}: the gradients must be finite; got norm {grad_norm}; resume "
