@@ -187,7 +187,7 @@ def test_finite_values_are_not_checked_when_that_is_switched_off(build, rollout)
 @pytest.mark.parametrize("method", ["qat", "trace"])
 def test_a_forward_without_settings_is_refused(build, rollout, method):
     rolled = rollout()
-    model, sites = build(method)
+    _, sites = build(method)
     with pytest.raises(RuntimeError, match=r"sites\.settings = engine\.settings"):
         make_micro_batch(rolled.samples, rolled.store, sites)
 
@@ -205,7 +205,7 @@ def test_scopes_do_not_nest(build, rollout):
     micro_batch = make_micro_batch(rolled.samples, rolled.store, sites)
     with (
         sites.micro_batch(micro_batch),
-        pytest.raises(RuntimeError, match="sample-0.*do not nest"),
+        pytest.raises(RuntimeError, match=r"sample-0.*do not nest"),
         sites.micro_batch(micro_batch),
     ):
         pass
@@ -359,7 +359,7 @@ class TestAssertRan:
     def test_names_megatrons_own_low_precision(self, build):
         model, sites = build("bf16")
         model.config.fp4 = "e2m1"
-        with pytest.raises(RuntimeError, match="config.fp4=e2m1"):
+        with pytest.raises(RuntimeError, match=r"config\.fp4=e2m1"):
             sites.assert_ran()
 
 

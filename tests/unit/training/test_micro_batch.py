@@ -32,7 +32,7 @@ def _samples(sites, lengths=LENGTHS):
 
 
 def _numbered_store(sites, samples, num_bits=1):
-    """Hints whose first scale byte is the row's number over all samples, so rows name themselves."""
+    """Hints whose first scale byte is the number of the row over all samples."""
     store, first = HintStore(), 1
     for sample in samples:
         for place in sites.recorded_places:

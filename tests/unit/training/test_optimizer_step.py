@@ -103,7 +103,7 @@ def test_main_grad_of_two_micro_batches_is_the_sum(build, rollout):
 def test_recorded_rows_are_the_same_whatever_the_micro_batches(build, rollout):
     """Guided rows depend on their own hints only, not on their neighbours in the batch."""
     rolled = rollout()
-    model, sites = build("trace")
+    _, sites = build("trace")
     sites.settings = rolled.settings
     whole = make_micro_batch(rolled.samples, rolled.store, sites)
     alone = make_micro_batch(rolled.samples[2:3], rolled.store, sites)
