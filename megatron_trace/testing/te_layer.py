@@ -51,6 +51,7 @@ class Case:
         recompute: Whether the MoE layer is recomputed in backward.
         dispatcher: Megatron's token dispatcher.
         permute_fusion: Whether TE's fused permutation dispatches.
+        native: Whether the products are native FP4.
     """
 
     name: str
@@ -61,6 +62,7 @@ class Case:
     recompute: bool = False
     dispatcher: str = "alltoall"
     permute_fusion: bool = False
+    native: bool = False
 
     @property
     def num_experts(self) -> int:
@@ -109,6 +111,7 @@ def layer_config(case: Case) -> TransformerConfig:
         moe_token_dispatcher_type=case.dispatcher,
         moe_permute_fusion=case.permute_fusion,
         gradient_accumulation_fusion=case.fused_wgrad,
+        fp4_quantizer_factory=FACTORIES[1 if case.native else 0],
         **recompute,
     )
 
