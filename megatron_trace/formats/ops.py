@@ -132,8 +132,8 @@ class _StraightThrough(torch.autograd.Function):
         return quantised.view_as(quantised)
 
     @staticmethod
-    def backward(ctx, grad):
-        return grad, None
+    def backward(ctx, *grad_outputs):
+        return grad_outputs[0], None
 
 
 def _implementation(name: Implementation, x: torch.Tensor) -> ModuleType:

@@ -51,6 +51,7 @@ class SDPACoreAttention(MegatronModule):
                     f"SDPACoreAttention supports causal attention without dropout and without "
                     f"context parallelism; {name} asks for more (layer {layer_number})"
                 )
+        assert config.kv_channels is not None, "TransformerConfig derives it from hidden_size"
         self.scale = softmax_scale if softmax_scale is not None else config.kv_channels**-0.5
 
     def forward(

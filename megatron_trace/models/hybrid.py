@@ -115,9 +115,10 @@ def hybrid_stack_spec(modules: HybridModules, *, num_experts: int) -> ModuleSpec
         modules: Classes of this side.
         num_experts: Routed experts of a MoE layer.
     """
-    moe = get_moe_module_spec_for_backend(
+    moe: Any = get_moe_module_spec_for_backend(
         _ExpertSpecProvider(modules), num_experts=num_experts, moe_grouped_gemm=False
     )
+    bias_dropout_add: Any = get_bias_dropout_add
     attention = ModuleSpec(
         module=modules.self_attention,
         params={"attn_mask_type": AttnMaskType.causal},
@@ -137,7 +138,7 @@ def hybrid_stack_spec(modules: HybridModules, *, num_experts: int) -> ModuleSpec
                 submodules=TransformerLayerSubmodules(
                     input_layernorm=RMSNorm,
                     self_attention=attention,
-                    self_attn_bda=get_bias_dropout_add,
+                    self_attn_bda=bias_dropout_add,
                 ),
             ),
             moe_layer=ModuleSpec(
@@ -145,7 +146,7 @@ def hybrid_stack_spec(modules: HybridModules, *, num_experts: int) -> ModuleSpec
                 submodules=TransformerLayerSubmodules(
                     pre_mlp_layernorm=RMSNorm,
                     mlp=partial(modules.moe_layer, **moe.keywords),
-                    mlp_bda=get_bias_dropout_add,
+                    mlp_bda=bias_dropout_add,
                 ),
             ),
         ),
@@ -242,8 +243,9 @@ def decoder_layers(model: HybridModel) -> list[DecoderLayer]:
     """
     assert model.hybrid_layer_pattern is not None, "build_hybrid_model sets the pattern"
     indices = decoder_layer_indices(model.hybrid_layer_pattern)
+    stack: Any = model.decoder
     parts: dict[int, dict[str, Any]] = {}
-    for symbol, layer in zip(model.decoder.layer_type_list, model.decoder.layers, strict=True):
+    for symbol, layer in zip(stack.layer_type_list, stack.layers, strict=True):
         part = parts.setdefault(indices[layer.layer_number - 1], {"attention": None, "moe": None})
         if symbol == Symbols.ATTENTION:
             part["attention"] = layer.self_attention
@@ -258,8 +260,9 @@ def named_expert_linears(
     """Gives (global expert, `fc1` or `fc2`, linear) of the routed experts held by this rank."""
     if layer.moe is None:
         return
+    experts: Any = layer.moe.experts
     for expert_index, expert in zip(
-        layer.moe.local_expert_indices, layer.moe.experts.local_experts, strict=True
+        layer.moe.local_expert_indices, experts.local_experts, strict=True
     ):
         yield expert_index, "fc1", expert.linear_fc1
         yield expert_index, "fc2", expert.linear_fc2

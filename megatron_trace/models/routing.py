@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.transformer.moe.moe_layer import MoELayer
@@ -17,9 +18,10 @@ from megatron.core.transformer.moe.router_replay import RouterReplay
 
 def replay_instances(model: HybridModel) -> list[RouterReplay]:
     """Gives the replay instances of the model's MoE layers, in pattern order; empty if off."""
+    stack: Any = model.decoder
     return [
         layer.mlp.router.router_replay
-        for layer in model.decoder.layers
+        for layer in stack.layers
         if isinstance(getattr(layer, "mlp", None), MoELayer)
         and layer.mlp.router.router_replay is not None
     ]

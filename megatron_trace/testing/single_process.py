@@ -43,9 +43,8 @@ def init_rank(store: Path, *, rank: int, world_size: int, seed: int, **parallel:
         seed: Seed of torch and of Megatron's model-parallel random states.
         **parallel: Sizes for `initialize_model_parallel`, such as expert_model_parallel_size=2.
     """
-    dist.init_process_group(
-        "gloo", store=dist.FileStore(str(store), world_size), rank=rank, world_size=world_size
-    )
+    file_store = dist.FileStore(str(store), world_size)  # pyright: ignore[reportPrivateImportUsage]
+    dist.init_process_group("gloo", store=file_store, rank=rank, world_size=world_size)
     parallel_state.initialize_model_parallel(**parallel)
     model_parallel_cuda_manual_seed(seed, inference_rng_tracker=True, force_reset_rng=True)
     torch.manual_seed(seed)
