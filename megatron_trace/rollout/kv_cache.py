@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from megatron.core.inference.config import InferenceConfig, KVCacheManagementMode
 from megatron.core.inference.contexts.dynamic_context import DynamicInferenceContext
@@ -78,6 +79,9 @@ class PlainKVContext(DynamicInferenceContext):
         inference_config: Configuration of Megatron's engine.
         sites: Sites of the engine.
         decoder_layers: Decoder layer of each attention layer, in order.
+
+    Attributes:
+        finished_routing: By request that finished, int16 [tokens forwarded, MoE layers, top-k].
     """
 
     def __init__(
@@ -94,6 +98,7 @@ class PlainKVContext(DynamicInferenceContext):
                 f"{inference_config.kv_cache_management_mode}"
             )
         self.model_config = model_config
+        self.finished_routing: dict[int, np.ndarray | None] = {}
         self.sites = sites
         self.decoder_layers = decoder_layers
         super().__init__(model_config=model_config, inference_config=inference_config)
@@ -105,6 +110,22 @@ class PlainKVContext(DynamicInferenceContext):
         requests = self.token_to_request_idx[rows].long()
         self.sites.recorder.begin_step(self.request_ids[requests], self.token_to_pos_ids[rows])
         return event
+
+    def update_requests(self, active_requests_mask: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Ends a step; keeps the routing of the requests that finished in it.
+
+        Megatron 0.19.2 reads their routing after this call has given their blocks to other
+        requests, and then finds none.
+        """
+        finished = (active_requests_mask == 0).nonzero()[:, 0] + self.paused_request_count
+        for index in finished.tolist():
+            blocks = self.request_to_kv_block_ids[index]
+            num_rows = self.request_kv_length_offsets[index] + self.request_query_lengths[index]
+            routing = self.kv_block_allocator.reconstruct_routing_from_blocks(
+                blocks[blocks >= 0].tolist(), int(num_rows)
+            )
+            self.finished_routing[int(self.request_ids[index])] = routing
+        return super().update_requests(active_requests_mask, *args, **kwargs)
 
     def append_key_value_cache(
         self, layer_number: int, key: torch.Tensor, value: torch.Tensor

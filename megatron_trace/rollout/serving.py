@@ -131,6 +131,7 @@ class Server:
             RuntimeError: Megatron's engine refused or lost a request.
         """
         self._engine.reset()
+        self.context.finished_routing.clear()
         controller = self._engine.controller
         controller.sampling_rng.manual_seed(seed)
         self.context.config.logprobs_mode = sampling.logprobs_mode
@@ -156,6 +157,8 @@ class Server:
                 raise
         for request_id, sample_id in enumerate(sample_ids):
             request = finished.get(request_id)
+            if request is not None:
+                request.routing_indices = self.context.finished_routing.get(request_id)
             if request is None or request.status != Status.COMPLETED:
                 status = "lost" if request is None else request.status
                 raise RuntimeError(f"sample {sample_id}: Megatron's engine left it {status}")

@@ -1,0 +1,215 @@
+"""What a rollout returns and records."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from megatron.core.inference.utils import InferenceMode
+from megatron.core.transformer.moe.router_replay import RouterReplay
+
+from megatron_trace.formats import pack_bits
+from megatron_trace.hints import HintKey, RecordKind, Site, decode_codes
+from megatron_trace.rollout.storing import is_diagnostic
+
+PLACES = [(layer, site) for layer in (0, 1) for site in (Site.FC1, Site.K, Site.V)]
+WIDTHS = {Site.FC1: 128, Site.K: 64, Site.V: 64}
+
+
+def _record(store, sample, layer, site, kind=RecordKind.HINT):
+    key = HintKey(sample.sample_id, layer, site, sample.policy_version, sample.settings_digest)
+    return store.get(key, num_rows=sample.num_rows, kind=kind)
+
+
+def _all_records(store, sample):
+    return [
+        (kind, place, record.payload, record.scale_bytes)
+        for kind in RecordKind
+        for place in store.places(sample.sample_id, kind)
+        for record in [_record(store, sample, *place, kind)]
+    ]
+
+
+def _assert_same(first, second):
+    """Two rollouts agree in every token, log-prob, expert and recorded byte."""
+    (samples, store), (repeated, repeated_store) = first, second
+    for one, other in zip(samples, repeated, strict=True):
+        assert one.tokens == other.tokens, one.sample_id
+        assert torch.equal(one.logprobs, other.logprobs), one.sample_id
+        assert torch.equal(one.routing, other.routing), one.sample_id
+        for a, b in zip(_all_records(store, one), _all_records(repeated_store, other), strict=True):
+            assert a[:2] == b[:2], one.sample_id
+            assert torch.equal(a[2], b[2]), (one.sample_id, a[:2])
+            assert torch.equal(a[3], b[3]), (one.sample_id, a[:2])
+
+
+def test_every_place_of_every_sample_has_its_hint(trace_engine, random_prompts, roll_out):
+    prompts = random_prompts(70)  # more than the 64 requests that run at a time
+    samples, store = roll_out(trace_engine, prompts)
+    assert [list(sample.prompt_tokens) for sample in samples] == prompts
+    assert [sample.sample_id for sample in samples] == [f"s{index}" for index in range(70)]
+    for sample in samples:
+        assert list(store.places(sample.sample_id)) == PLACES
+        for layer, site in PLACES:
+            hint = _record(store, sample, layer, site)
+            assert (hint.num_rows, hint.num_values) == (len(sample.tokens) - 1, WIDTHS[site])
+            assert hint.global_scale == trace_engine.settings.global_scale(layer, site)
+        assert sample.routing.shape == (sample.num_rows, 2, 4)
+        assert sample.routing.dtype == torch.int16
+        assert sample.settings_digest == trace_engine.settings.digest()
+
+
+def test_a_hint_is_the_mantissa_bit_of_the_full_codes(trace_engine, random_prompts, roll_out):
+    samples, store = roll_out(trace_engine, random_prompts(3))
+    for sample in samples:
+        for layer, site in PLACES:
+            hint = _record(store, sample, layer, site)
+            codes = _record(store, sample, layer, site, RecordKind.CODES)
+            assert (hint.num_bits, codes.num_bits) == (1, 4)
+            assert torch.equal(hint.payload, pack_bits(decode_codes(codes)))
+            assert torch.equal(hint.scale_bytes, codes.scale_bytes)
+
+
+def test_the_same_seed_gives_the_same_rollout_and_another_seed_another(
+    trace_engine, random_prompts, roll_out
+):
+    prompts = random_prompts(20)
+    first = roll_out(trace_engine, prompts, seed=11)
+    torch.manual_seed(123)  # the engine has its own generator
+    _assert_same(first, roll_out(trace_engine, prompts, seed=11))
+    other, _ = roll_out(trace_engine, prompts, seed=12)
+    assert [s.tokens for s in other] != [s.tokens for s in first[0]]
+
+
+def test_the_same_prompt_twice_in_a_batch_has_the_same_records(
+    trace_engine, random_prompts, roll_out
+):
+    prompts = random_prompts(5)
+    samples, store = roll_out(trace_engine, prompts + prompts, greedy=True)
+    for one, other in zip(samples[:5], samples[5:], strict=True):
+        assert one.tokens == other.tokens
+        assert torch.equal(one.routing, other.routing)
+        for a, b in zip(_all_records(store, one), _all_records(store, other), strict=True):
+            assert torch.equal(a[2], b[2]), (one.sample_id, a[:2])
+            assert torch.equal(a[3], b[3]), (one.sample_id, a[:2])
+
+
+def test_records_without_a_store_are_not_kept_and_change_nothing(
+    trace_engine, random_prompts, roll_out
+):
+    prompts = random_prompts(6)
+    samples, _ = roll_out(trace_engine, prompts)
+    before = trace_engine.seconds["record"]
+    from megatron_trace.rollout import SamplingSettings
+
+    unrecorded = trace_engine.generate(
+        prompts,
+        [sample.sample_id for sample in samples],
+        store=None,
+        sampling=SamplingSettings(max_new_tokens=6),
+        seed=0,
+    )
+    assert [s.tokens for s in unrecorded] == [s.tokens for s in samples]
+    assert trace_engine.seconds["record"] - before < 1e-3
+
+
+def test_only_the_latter_half_of_the_layers_is_recorded_by_default(
+    build_engine, random_prompts, roll_out
+):
+    engine = build_engine(hint_sites=("fc1", "v"), hint_bits=4, diagnostic_share=0.5)
+    samples, store = roll_out(engine, random_prompts(40))
+    with_codes = [s.sample_id for s in samples if store.places(s.sample_id, RecordKind.CODES)]
+    for sample in samples:
+        assert store.places(sample.sample_id) == ((1, Site.FC1), (1, Site.V))
+        assert _record(store, sample, 1, Site.V).num_bits == 4
+    assert with_codes == [s.sample_id for s in samples if is_diagnostic(s.sample_id, 0.5)]
+    assert 10 < len(with_codes) < 30
+    # Full codes also show the sites that are not guided.
+    assert store.places(with_codes[0], RecordKind.CODES) == tuple(
+        (1, site) for site in (Site.FC1, Site.K, Site.V)
+    )
+
+
+def test_qat_rolls_out_as_trace_does_and_stores_no_hints(
+    build_engine, trace_engine, random_prompts, roll_out
+):
+    engine = build_engine("qat")
+    assert engine.settings == trace_engine.settings
+    prompts = random_prompts(8)
+    samples, store = roll_out(engine, prompts)
+    traced, _ = roll_out(trace_engine, prompts)
+    assert len(store) == 0
+    assert [s.tokens for s in samples] == [s.tokens for s in traced]
+    assert all(torch.equal(a.logprobs, b.logprobs) for a, b in zip(samples, traced, strict=True))
+
+
+def test_bf16_quantises_nothing(bf16_engine, random_prompts, roll_out):
+    samples, store = roll_out(bf16_engine, random_prompts(8))
+    assert len(store) == 0
+    assert not bf16_engine.sites.calls
+    assert bf16_engine.settings is None
+    assert {sample.settings_digest for sample in samples} == {""}
+
+
+def test_engines_in_turn_do_not_disturb_each_other(
+    trace_engine, bf16_engine, random_prompts, roll_out
+):
+    prompts = random_prompts(6)
+    instances = list(RouterReplay.global_router_replay_instances)
+    first, first_bf16 = roll_out(trace_engine, prompts), roll_out(bf16_engine, prompts)
+    _assert_same(first, roll_out(trace_engine, prompts))
+    _assert_same(first_bf16, roll_out(bf16_engine, prompts))
+    assert RouterReplay.global_router_replay_instances == instances
+    assert not InferenceMode.is_active()
+
+
+def test_a_response_may_be_the_end_token_alone(build_engine, random_prompts, roll_out):
+    prompt = random_prompts(1)[0]
+    (sample,), _ = roll_out(build_engine("bf16"), [prompt], greedy=True, max_new_tokens=1)
+    assert (len(sample.response_tokens), sample.finish_reason) == (1, "length")
+    first_token = sample.response_tokens[0]
+    engine = build_engine(eod_token=first_token, hint_layers="all")
+    (sample,), store = roll_out(engine, [prompt], greedy=True)
+    assert (sample.response_tokens, sample.finish_reason) == ((first_token,), "stop")
+    assert sample.num_rows == len(prompt)
+    assert _record(store, sample, 0, Site.K).num_rows == len(prompt)
+
+
+def test_a_response_ends_at_the_end_token_or_at_its_length(trace_engine, random_prompts, roll_out):
+    samples, _ = roll_out(trace_engine, random_prompts(64), max_new_tokens=12)
+    reasons = {sample.finish_reason for sample in samples}
+    assert reasons == {"stop", "length"}
+    for sample in samples:
+        assert 15 not in sample.response_tokens[:-1]
+        if sample.finish_reason == "stop":
+            assert sample.response_tokens[-1] == 15
+        else:
+            assert len(sample.response_tokens) == 12
+
+
+def test_no_prompts_give_no_samples(trace_engine, roll_out):
+    samples, store = roll_out(trace_engine, [])
+    assert samples == []
+    assert len(store) == 0
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [{"temperature": 0.5}, {"top_k": 3}, {"top_p": 0.6}, {"temperature": 2.0, "top_k": 5}],
+    ids=str,
+)
+def test_logprobs_are_those_of_the_sampling_distribution(
+    bf16_engine, random_prompts, roll_out, sampling
+):
+    prompt = random_prompts(1)[0]
+    many = [prompt] * 200
+    samples, _ = roll_out(bf16_engine, many, max_new_tokens=1, **sampling)
+    by_token = {s.response_tokens[0]: float(s.logprobs[0].exp()) for s in samples}
+    counts = [s.response_tokens[0] for s in samples]
+    assert all(0 < p <= 1 for p in by_token.values())
+    if "top_k" in sampling:
+        assert len(by_token) <= sampling["top_k"]
+    for token, probability in by_token.items():
+        # 4.5 standard deviations of 200 draws
+        deviation = 4.5 * (probability * (1 - probability) / 200) ** 0.5 + 1e-6
+        assert abs(counts.count(token) / 200 - probability) < deviation, token
+    assert sum(by_token.values()) == pytest.approx(1.0, abs=0.1)
