@@ -20,6 +20,15 @@ from __future__ import annotations
 
 import torch
 
+from megatron_trace.formats.checks import (
+    as_fp32,
+    require_blocks,
+    require_guide,
+    require_input,
+    require_multiple,
+    require_num_bits,
+    require_scales,
+)
 from megatron_trace.formats.constants import (
     BLOCK_SIZE,
     E2M1_MAX,
@@ -95,11 +104,11 @@ def decode(
     Raises:
         ValueError: Shapes disagree, or K is not a multiple of 16.
     """
-    blocks = _split(codes)
-    _require_scales(codes, scale_bytes)
+    require_blocks(codes)
+    require_scales(codes, scale_bytes)
     effective = _effective_scale(scale_bytes, global_scale)
     ladder = torch.tensor(E2M1_VALUES, device=codes.device)
-    values = torch.cat((ladder, -ladder))[blocks.to(torch.int32)] * effective.unsqueeze(-1)
+    values = torch.cat((ladder, -ladder))[_split(codes).to(torch.int32)] * effective.unsqueeze(-1)
     values.masked_fill_((effective == 0).unsqueeze(-1), 0.0)
     return values.reshape(codes.shape).to(dtype)
 
@@ -113,7 +122,7 @@ def pack_codes(codes: torch.Tensor) -> torch.Tensor:
     Returns:
         uint8 [..., K / 2].
     """
-    _require_multiple(codes, 2)
+    require_multiple(codes, 2)
     return codes[..., 0::2] | (codes[..., 1::2] << 4)
 
 
@@ -138,7 +147,7 @@ def pack_bits(codes: torch.Tensor) -> torch.Tensor:
     Returns:
         uint8 [..., K / 8].
     """
-    _require_multiple(codes, 8)
+    require_multiple(codes, 8)
     # One product moves bit 0 of byte j to bit 56 + j; partial products never meet, so none carries.
     words = (codes & 1).reshape(-1).view(torch.int64)
     packed = ((words * 0x0102040810204080) >> 56).to(torch.uint8)
@@ -187,8 +196,8 @@ def guided_codes(
 
     Source: method.md section 3.
     """
-    _require_guide(x, hint, scale_bytes, num_bits)
-    blocks = _blocks(x)
+    require_guide(x, hint, scale_bytes, num_bits)
+    blocks = _fp32_blocks(x)
     effective = _effective_scale(scale_bytes, global_scale)
     a = (blocks.abs() / effective.unsqueeze(-1)).clamp_(max=_BEYOND_4).nan_to_num_(nan=_BEYOND_4)
     steps, step = _guide(a, blocks, hint, num_bits)
@@ -240,7 +249,7 @@ def rtn_record(
     Raises:
         ValueError: K is not a multiple of 16, or num_bits is not 1 or 4.
     """
-    _require_num_bits(num_bits)
+    require_num_bits(num_bits)
     blocks, a, scale_bytes, effective = _normalised(x, global_scale)
     biased, bias = _round_to_ladder(a.nan_to_num_(nan=E2M1_MAX))
     codes = _nearest_codes(blocks, biased, bias, effective).reshape(x.shape)
@@ -273,8 +282,8 @@ def guided(
     Raises:
         ValueError: Shapes disagree, K is not a multiple of 16, or num_bits is not 1 or 4.
     """
-    _require_guide(x, hint, scale_bytes, num_bits)
-    blocks = _blocks(x)
+    require_guide(x, hint, scale_bytes, num_bits)
+    blocks = _fp32_blocks(x)
     effective = _effective_scale(scale_bytes, global_scale)
     a = (blocks.abs() / effective.unsqueeze(-1)).clamp_(max=_BEYOND_4)
     steps, step = _guide(a, blocks, hint, num_bits)
@@ -292,9 +301,10 @@ def _normalised(
         scale_bytes: uint8 [..., B].
         effective: FP32 [..., B]; 0 where the byte is 0.
     """
-    blocks = _blocks(x)
+    require_input(x)
+    blocks = _fp32_blocks(x)
     magnitudes = blocks.abs()
-    scale = _as_fp32(global_scale, x)
+    scale = as_fp32(global_scale, x)
     amax = magnitudes.amax(-1)
     block_scales = (amax / (scale * E2M1_MAX)).clamp_(E4M3_MIN_SUBNORMAL, E4M3_MAX)
     block_scales = block_scales.to(torch.float8_e4m3fn)
@@ -383,55 +393,13 @@ def _dequantised(
 def _effective_scale(scale_bytes: torch.Tensor, global_scale: torch.Tensor | float) -> torch.Tensor:
     """Gives FP32 [..., B], 0 where the byte is 0."""
     block_scales = scale_bytes.view(torch.float8_e4m3fn).to(torch.float32)
-    effective = block_scales * _as_fp32(global_scale, scale_bytes)
+    effective = block_scales * as_fp32(global_scale, scale_bytes)
     return effective.masked_fill_(scale_bytes == 0, 0.0)
 
 
-def _as_fp32(global_scale: torch.Tensor | float, like: torch.Tensor) -> torch.Tensor:
-    scale = torch.as_tensor(global_scale, dtype=torch.float32, device=like.device)
-    if scale.numel() != 1:
-        raise ValueError(
-            f"global_scale must hold one value, static per tensor; got shape {tuple(scale.shape)}"
-        )
-    return scale.reshape(())
-
-
 def _split(tensor: torch.Tensor) -> torch.Tensor:
-    _require_multiple(tensor, BLOCK_SIZE)
     return tensor.reshape(*tensor.shape[:-1], tensor.shape[-1] // BLOCK_SIZE, BLOCK_SIZE)
 
 
-def _blocks(x: torch.Tensor) -> torch.Tensor:
-    if not x.is_floating_point():
-        raise ValueError(f"x must be a float tensor; got {x.dtype}")
+def _fp32_blocks(x: torch.Tensor) -> torch.Tensor:
     return _split(x.to(torch.float32))
-
-
-def _require_multiple(tensor: torch.Tensor, multiple: int) -> None:
-    if tensor.dim() == 0 or tensor.shape[-1] % multiple:
-        raise ValueError(
-            f"the last axis must be a multiple of {multiple} long; got shape {tuple(tensor.shape)}"
-        )
-
-
-def _require_num_bits(num_bits: int) -> None:
-    if num_bits not in (1, 4):
-        raise ValueError(f"num_bits must be 1 (mantissa bits) or 4 (codes); got {num_bits}")
-
-
-def _require_bytes(name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
-    if tensor.dtype != torch.uint8 or tuple(tensor.shape) != shape:
-        raise ValueError(f"{name} must be uint8 {shape}; got {tensor.dtype} {tuple(tensor.shape)}")
-
-
-def _require_guide(
-    x: torch.Tensor, hint: torch.Tensor, scale_bytes: torch.Tensor, num_bits: int
-) -> None:
-    _require_num_bits(num_bits)
-    _require_multiple(x, BLOCK_SIZE)
-    _require_scales(x, scale_bytes)
-    _require_bytes("hint", hint, (*x.shape[:-1], x.shape[-1] * num_bits // 8))
-
-
-def _require_scales(x: torch.Tensor, scale_bytes: torch.Tensor) -> None:
-    _require_bytes("scale_bytes", scale_bytes, (*x.shape[:-1], x.shape[-1] // BLOCK_SIZE))

@@ -229,7 +229,6 @@ _MAKERS: dict[str, Callable[[torch.dtype], tuple[torch.Tensor, float]]] = {
     "global_scale_zero": _scaled_by(0.0),
     "global_scale_denormal": _scaled_by(1e-42),
     "global_scale_huge": _scaled_by(1e30),
-    "global_scale_inf": _scaled_by(math.inf),
     "global_scale_nan": _scaled_by(math.nan),
     "partial_tile": _shaped(3, 48),
     "one_block": _shaped(16),
