@@ -11,17 +11,11 @@ from megatron.core.transformer.moe.token_dispatcher import (
 )
 
 from megatron_trace.models.moe import HostSplitsDispatcher
-from megatron_trace.testing.single_process import single_process, tiny_moe_config
+from megatron_trace.testing.single_process import tiny_moe_config
 from megatron_trace.training.te_dispatch import dispatch_rows, token_of_each_row
 
 NUM_EXPERTS = 4
 H = 8
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_rank():
-    with single_process(seed=0):
-        yield
 
 
 def _dispatcher(kind, **overrides):
