@@ -9,13 +9,7 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from megatron_trace.formats import (
-    E2M1_VALUES,
-    encode,
-    guided_codes,
-    pack_bits,
-    pack_codes,
-)
+from megatron_trace.formats import BLOCK_SIZE, E2M1_VALUES, encode, guided_codes, pack_bits
 
 
 @dataclass(frozen=True)
@@ -91,10 +85,11 @@ class CodeMismatch:
         blocks: Blocks of these values.
         scale_bytes_different: Blocks for which training's own scale byte is another.
         guided_values: Values that were guided.
-        guided_different: Those that guided rounding gives another code; the sum of the next three.
+        guided_different: Those that the hints used give another code or block scale; the sum of
+            the next three.
         out_of_bracket: The rollout's magnitude is neither candidate of training's value.
         sign_flip: It is a candidate, but the rollout's value has the other sign.
-        unexplained: Neither; must be 0.
+        unexplained: Neither; must be 0, and is not where a hint belongs to another row.
     """
 
     values: int = 0
@@ -135,15 +130,30 @@ class CodeMismatch:
         return self.guided_different / self.guided_values if self.guided_values else float("nan")
 
 
+@dataclass(frozen=True)
+class UsedHints:
+    """The hints by which training rounded some of the compared rows.
+
+    Attributes:
+        rows: bool [N]; rows that were guided.
+        payload: uint8 [N, K * num_bits / 8].
+        scale_bytes: uint8 [N, C].
+        num_bits: 1 or 4.
+    """
+
+    rows: torch.Tensor
+    payload: torch.Tensor
+    scale_bytes: torch.Tensor
+    num_bits: int
+
+
 @torch.no_grad()
 def compare_codes(
     x: torch.Tensor,
     codes: torch.Tensor,
     scale_bytes: torch.Tensor,
     global_scale: float,
-    *,
-    guided_rows: torch.Tensor,
-    num_bits: int,
+    used: UsedHints | None,
 ) -> CodeMismatch:
     """Counts where training's values get other codes than the rollout gave.
 
@@ -152,8 +162,7 @@ def compare_codes(
         codes: uint8 [N, K]; the rollout's full codes.
         scale_bytes: uint8 [N, C]; the rollout's block scales.
         global_scale: Static decode-side scale of both sides.
-        guided_rows: bool [N]; rows that training guided by hints of `num_bits`.
-        num_bits: 1 or 4.
+        used: Hints that training used, so that a wrong hint shows; None if it used none.
     """
     rtn_codes, rtn_bytes = encode(x, global_scale)
     different = ~_same_value(rtn_codes, codes)
@@ -165,8 +174,11 @@ def compare_codes(
         blocks=scale_bytes.numel(),
         scale_bytes_different=int((rtn_bytes != scale_bytes).sum()),
     )
-    rows = guided_rows.nonzero()[:, 0]
-    return rtn + _guided_mismatch(x[rows], codes[rows], scale_bytes[rows], global_scale, num_bits)
+    if used is None:
+        return rtn
+    rows = used.rows.nonzero()[:, 0]
+    used = UsedHints(used.rows, used.payload[rows], used.scale_bytes[rows], used.num_bits)
+    return rtn + _guided_mismatch(x[rows], codes[rows], scale_bytes[rows], global_scale, used)
 
 
 def _guided_mismatch(
@@ -174,19 +186,19 @@ def _guided_mismatch(
     codes: torch.Tensor,
     scale_bytes: torch.Tensor,
     global_scale: float,
-    num_bits: int,
+    used: UsedHints,
 ) -> CodeMismatch:
-    pack = pack_bits if num_bits == 1 else pack_codes
-    guided = guided_codes(x, pack(codes), scale_bytes, global_scale, num_bits=num_bits)
-    different = ~_same_value(guided, codes)
+    guided = guided_codes(x, used.payload, used.scale_bytes, global_scale, num_bits=used.num_bits)
+    other_scale = (used.scale_bytes != scale_bytes).repeat_interleave(BLOCK_SIZE, -1)
+    different = ~_same_value(guided, codes) | other_scale
     # The two candidates are what the two values of the mantissa bit choose.
     lower, upper = (
         guided_codes(x, pack_bits(bits), scale_bytes, global_scale, num_bits=1) & 7
         for bits in (torch.zeros_like(codes), torch.ones_like(codes))
     )
     magnitude = codes & 7
-    outside = (magnitude != lower) & (magnitude != upper)
-    flipped = ((codes >> 3) != torch.signbit(x)) & (magnitude != 0)
+    outside = (magnitude != lower) & (magnitude != upper) & ~other_scale
+    flipped = ((codes >> 3) != torch.signbit(x)) & (magnitude != 0) & ~other_scale
     return CodeMismatch(
         guided_values=codes.numel(),
         guided_different=int(different.sum()),

@@ -17,7 +17,7 @@ from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron_trace.config import TraceConfig
 from megatron_trace.formats import BLOCK_SIZE, ops, unpack_codes
 from megatron_trace.hints.types import QuantizerSettings, Site
-from megatron_trace.metrics import compare_codes
+from megatron_trace.metrics import UsedHints, compare_codes
 from megatron_trace.training.audit import foreign_quantisers, unexpected_quantising
 from megatron_trace.training.report import Tally, TraceReport
 from megatron_trace.training.rounding import (
@@ -387,14 +387,15 @@ class TraceSites:
             return
         full = full.to(values.device)
         known = full.has_hint
-        guided = torch.zeros_like(known) if hint is None else hint.has_hint
+        used = hint and UsedHints(
+            hint.has_hint[known], hint.payload[known], hint.scale_bytes[known], hint.num_bits
+        )
         mismatch = compare_codes(
             values[known],
             unpack_codes(full.payload[known]),
             full.scale_bytes[known],
             self.settings.global_scale(*place),
-            guided_rows=guided[known],
-            num_bits=self.trace.hint_bits,
+            used,
         )
         self._tally.add_mismatch(place, mismatch)
 

@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from megatron_trace.formats import encode
-from megatron_trace.metrics import CodeMismatch, compare_codes, logprob_gap
+from megatron_trace.formats import encode, pack_bits, pack_codes
+from megatron_trace.metrics import CodeMismatch, UsedHints, compare_codes, logprob_gap
 
 
 def test_gap_counts_masked_tokens_only():
@@ -59,14 +59,16 @@ def _compare(values, codes, *, num_bits=1, scale_byte=ONE, guided=True):
     full = torch.zeros(1, 16, dtype=torch.uint8)
     x[0, : len(values)] = torch.tensor(values)
     full[0, : len(codes)] = torch.tensor(codes, dtype=torch.uint8)
-    return compare_codes(
-        x,
-        full,
-        torch.tensor([[scale_byte]], dtype=torch.uint8),
-        1.0,
-        guided_rows=torch.tensor([guided]),
-        num_bits=num_bits,
-    )
+    scale_bytes = torch.tensor([[scale_byte]], dtype=torch.uint8)
+    used = _hints(full, scale_bytes, num_bits, torch.tensor([guided]))
+    return compare_codes(x, full, scale_bytes, 1.0, used)
+
+
+def _hints(codes, scale_bytes, num_bits, rows=None):
+    payload = pack_bits(codes) if num_bits == 1 else pack_codes(codes)
+    if rows is None:
+        rows = torch.ones(len(codes), dtype=torch.bool)
+    return UsedHints(rows, payload, scale_bytes, num_bits)
 
 
 # The largest value is 6, so that training's own scale is 1 too.
@@ -128,18 +130,26 @@ def test_every_mismatch_under_noise_has_a_class(noise, num_bits):
     trained = rolled * (1 + noise * torch.randn(256, 128, generator=generator))
     trained += 0.1 * noise * torch.randn(256, 128, generator=generator)
     codes, scale_bytes = encode(rolled, 2.0**-8)
-    counts = compare_codes(
-        trained,
-        codes,
-        scale_bytes,
-        2.0**-8,
-        guided_rows=torch.ones(256, dtype=torch.bool),
-        num_bits=num_bits,
-    )
+    used = _hints(codes, scale_bytes, num_bits)
+    counts = compare_codes(trained, codes, scale_bytes, 2.0**-8, used)
     assert counts.unexplained == 0
     assert counts.guided_different == counts.out_of_bracket + counts.sign_flip
     assert (counts.guided_different > 0) == (noise == 0.5)
     assert counts.guided_different <= counts.rtn_different
+
+
+@pytest.mark.parametrize("num_bits", [1, 4])
+def test_hints_of_other_rows_are_unexplained(num_bits):
+    x = torch.randn(64, 128, generator=torch.Generator().manual_seed(0))
+    codes, scale_bytes = encode(x, 2.0**-8)
+    used = _hints(codes.roll(1, 0), scale_bytes.roll(1, 0), num_bits)
+    assert compare_codes(x, codes, scale_bytes, 2.0**-8, used).unexplained > 0.1 * codes.numel()
+
+
+def test_without_hints_only_rounding_to_nearest_is_compared():
+    x = torch.randn(4, 32)
+    counts = compare_codes(x, *encode(x, 2.0**-8), 2.0**-8, None)
+    assert (counts.values, counts.rtn_different, counts.guided_values) == (128, 0, 0)
 
 
 def test_counts_add_up_and_shares_of_nothing_are_nan():

@@ -1,0 +1,100 @@
+"""A tiny trainer model, and samples whose hints another tiny model recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.models.hybrid.hybrid_model import HybridModel
+
+from megatron_trace.config import Method, TraceConfig
+from megatron_trace.hints.store import HintStore
+from megatron_trace.hints.types import QuantizerSettings, RolloutSample
+from megatron_trace.testing.recorded_samples import calibrate, random_samples, record
+from megatron_trace.testing.single_process import tiny_moe_config
+from megatron_trace.training.model import build_trainer_model
+from megatron_trace.training.sites import TraceSites
+
+VOCAB_SIZE = 16
+MAX_SEQUENCE_LENGTH = 32
+# (prompt, response) tokens; one response is empty.
+LENGTHS = ((5, 3), (3, 0), (7, 4), (2, 6))
+
+
+def tiny_trainer(
+    method: Method = "trace",
+    *,
+    pattern: str = "*E*E",
+    dtype: torch.dtype = torch.float32,
+    config: Mapping[str, Any] | None = None,
+    seed: int = 0,
+    settings: QuantizerSettings | None = None,
+    **trace: Any,
+) -> tuple[HybridModel, TraceSites]:
+    """Builds a trainer model whose weights depend on the seed only.
+
+    Args:
+        method: Method of TRACE.
+        pattern: Hybrid layer pattern.
+        dtype: dtype of the trainer.
+        config: Fields of `TransformerConfig` to set otherwise.
+        seed: Seed of the weights.
+        settings: Quantiser settings to give to the sites, unless the method is bf16.
+        **trace: Fields of `TraceConfig`; all layers are recorded unless it says otherwise.
+    """
+    torch.manual_seed(seed)
+    model, sites = build_trainer_model(
+        tiny_moe_config(pattern, **config or {}),
+        pattern=pattern,
+        vocab_size=VOCAB_SIZE,
+        max_sequence_length=MAX_SEQUENCE_LENGTH,
+        trace=TraceConfig(method=method, **{"hint_layers": "all", **trace}),
+        dtype=dtype,
+    )
+    if settings is not None and sites.quantises:
+        sites.settings = settings
+    return model, sites
+
+
+@dataclass(frozen=True)
+class RecordedRollout:
+    """A store with the hints of some samples.
+
+    Attributes:
+        store: The hints.
+        samples: The samples.
+        settings: Settings of the quantisers that were recorded.
+    """
+
+    store: HintStore
+    samples: list[RolloutSample]
+    settings: QuantizerSettings
+
+
+def recorded_rollout(
+    lengths: Sequence[tuple[int, int]] = LENGTHS,
+    *,
+    pattern: str = "*E*E",
+    seed: int = 0,
+    num_experts: int | None = None,
+    **recorded: Any,
+) -> RecordedRollout:
+    """Records samples from a BF16 model with the weights of `tiny_trainer`.
+
+    Args:
+        lengths: (prompt, response) tokens of each sample.
+        pattern: Hybrid layer pattern.
+        seed: Seed of tokens and routing.
+        num_experts: Experts below which routing stays; None uses all.
+        **recorded: Arguments of `record`.
+    """
+    model, sites = tiny_trainer("qat", pattern=pattern, dtype=torch.bfloat16)
+    samples = random_samples(
+        lengths, sites.shape, vocab_size=VOCAB_SIZE, seed=seed, num_experts=num_experts
+    )
+    calibrate(model, sites, samples)
+    store = HintStore()
+    samples = record(model, sites, samples, store, **recorded)
+    return RecordedRollout(store, samples, sites.settings)
