@@ -1,7 +1,8 @@
 """Triton kernels of rtn, rtn_record and guided: the same names, arguments and bits as `reference`.
 
-Legend: a tile is [N, 2, 8]: N blocks of 16 values, each two octets of 8 neighbours. A thread owns
-whole octets (16 bytes of BF16), so that the bits of an octet are packed without leaving it.
+Legend: an octet is 8 neighbouring values, half a block. A tile is [T, 8], T octets, one for each
+thread: 16 bytes of BF16, loaded and stored at once, whose hint bits are packed without leaving the
+thread. A program handles several tiles, and loads all of them first.
 
 How the rules of `reference` are met:
 * Rounding to the ladder is one addition of a bias, as there. The biased sum holds the parity of the
@@ -299,9 +300,9 @@ def _guided_kernel(
     bytes_ = ()
     for tile in tl.static_range(TILES):
         octets = _octets(tile, T, TILES)
-        words = (*words, tl.load(hint_ptr + octets, mask=octets < num_octets, other=0))
+        words += (tl.load(hint_ptr + octets, mask=octets < num_octets, other=0),)
         byte = tl.load(scale_bytes_ptr + octets // 2, mask=octets < num_octets, other=0)
-        bytes_ = (*bytes_, byte)
+        bytes_ += (byte,)
     g = tl.load(scale_ptr)
     if FMA and _is_moderate(g):
         _guided_tiles(x, words, bytes_, y_ptr, g, num_octets, NUM_BITS, ROUNDED, True, T, TILES)
@@ -330,8 +331,11 @@ def _guided_tiles(
         effective = _block_scale_value(byte) * global_scale
         zero = (byte == 0) | (effective == 0)
         effective = tl.where(zero, 0.0, effective)
+        x_bits = octets.to(tl.int32, bitcast=True)
+        # A NaN is passed on, but not by a block of zeros.
+        magnitude = (x_bits & tl.where(zero, 0, 0x7FFFFFFF)).to(tl.float32, bitcast=True)
         # From 4 on the candidates are 4 and 6, so that 5 may stand for all values beyond.
-        a = tl.minimum(tl.abs(octets), effective * 5.0, propagate_nan=tl.PropagateNan.ALL)
+        a = tl.minimum(magnitude, effective * 5.0, propagate_nan=tl.PropagateNan.ALL)
         a = _quotient(a, effective, FMA)
         lower, upper, power = _candidates(a, FMA)
         column = tl.arange(0, 8)[None, :]
@@ -342,7 +346,7 @@ def _guided_tiles(
         else:
             # Beyond a, on its side of 0, lies the upper candidate or what is nearest to it.
             wanted = _ladder_value((word >> (4 * column)) & 7).to(tl.int32, bitcast=True)
-            sign = (word << (28 - 4 * column)) ^ octets.to(tl.int32, bitcast=True)
+            sign = (word << (28 - 4 * column)) ^ x_bits
             wanted = wanted | (sign & _SIGN_MASK)
             takes_upper = wanted.to(tl.float32, bitcast=True) > a
         chosen = tl.fma(power, -_LADDER_BIAS, tl.where(takes_upper, upper, lower))
@@ -493,7 +497,7 @@ def _load_tiles(x_ptr, num_octets, T: tl.constexpr, TILES: tl.constexpr):
     for tile in tl.static_range(TILES):
         octets = _octets(tile, T, TILES)[:, None]
         values = octets * 8 + tl.arange(0, 8)[None, :]
-        tiles = (*tiles, tl.load(x_ptr + values, mask=octets < num_octets, other=0.0))
+        tiles += (tl.load(x_ptr + values, mask=octets < num_octets, other=0.0),)
     return tiles
 
 
