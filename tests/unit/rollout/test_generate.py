@@ -8,38 +8,13 @@ from megatron.core.inference.utils import InferenceMode
 from megatron.core.transformer.moe.router_replay import RouterReplay
 
 from megatron_trace.formats import pack_bits
-from megatron_trace.hints import HintKey, RecordKind, Site, decode_codes
+from megatron_trace.hints import RecordKind, Site, decode_codes
+from megatron_trace.rollout import SamplingSettings
 from megatron_trace.rollout.storing import is_diagnostic
+from megatron_trace.testing.rollouts import assert_same_rollout, record_of
 
 PLACES = [(layer, site) for layer in (0, 1) for site in (Site.FC1, Site.K, Site.V)]
 WIDTHS = {Site.FC1: 128, Site.K: 64, Site.V: 64}
-
-
-def _record(store, sample, layer, site, kind=RecordKind.HINT):
-    key = HintKey(sample.sample_id, layer, site, sample.policy_version, sample.settings_digest)
-    return store.get(key, num_rows=sample.num_rows, kind=kind)
-
-
-def _all_records(store, sample):
-    return [
-        (kind, place, record.payload, record.scale_bytes)
-        for kind in RecordKind
-        for place in store.places(sample.sample_id, kind)
-        for record in [_record(store, sample, *place, kind)]
-    ]
-
-
-def _assert_same(first, second):
-    """Two rollouts agree in every token, log-prob, expert and recorded byte."""
-    (samples, store), (repeated, repeated_store) = first, second
-    for one, other in zip(samples, repeated, strict=True):
-        assert one.tokens == other.tokens, one.sample_id
-        assert torch.equal(one.logprobs, other.logprobs), one.sample_id
-        assert torch.equal(one.routing, other.routing), one.sample_id
-        for a, b in zip(_all_records(store, one), _all_records(repeated_store, other), strict=True):
-            assert a[:2] == b[:2], one.sample_id
-            assert torch.equal(a[2], b[2]), (one.sample_id, a[:2])
-            assert torch.equal(a[3], b[3]), (one.sample_id, a[:2])
 
 
 def test_every_place_of_every_sample_has_its_hint(trace_engine, random_prompts, roll_out):
@@ -50,7 +25,7 @@ def test_every_place_of_every_sample_has_its_hint(trace_engine, random_prompts, 
     for sample in samples:
         assert list(store.places(sample.sample_id)) == PLACES
         for layer, site in PLACES:
-            hint = _record(store, sample, layer, site)
+            hint = record_of(store, sample, layer, site)
             assert (hint.num_rows, hint.num_values) == (len(sample.tokens) - 1, WIDTHS[site])
             assert hint.global_scale == trace_engine.settings.global_scale(layer, site)
         assert sample.routing.shape == (sample.num_rows, 2, 4)
@@ -62,8 +37,8 @@ def test_a_hint_is_the_mantissa_bit_of_the_full_codes(trace_engine, random_promp
     samples, store = roll_out(trace_engine, random_prompts(3))
     for sample in samples:
         for layer, site in PLACES:
-            hint = _record(store, sample, layer, site)
-            codes = _record(store, sample, layer, site, RecordKind.CODES)
+            hint = record_of(store, sample, layer, site)
+            codes = record_of(store, sample, layer, site, RecordKind.CODES)
             assert (hint.num_bits, codes.num_bits) == (1, 4)
             assert torch.equal(hint.payload, pack_bits(decode_codes(codes)))
             assert torch.equal(hint.scale_bytes, codes.scale_bytes)
@@ -75,7 +50,7 @@ def test_the_same_seed_gives_the_same_rollout_and_another_seed_another(
     prompts = random_prompts(20)
     first = roll_out(trace_engine, prompts, seed=11)
     torch.manual_seed(123)  # the engine has its own generator
-    _assert_same(first, roll_out(trace_engine, prompts, seed=11))
+    assert_same_rollout(first, roll_out(trace_engine, prompts, seed=11))
     other, _ = roll_out(trace_engine, prompts, seed=12)
     assert [s.tokens for s in other] != [s.tokens for s in first[0]]
 
@@ -85,12 +60,7 @@ def test_the_same_prompt_twice_in_a_batch_has_the_same_records(
 ):
     prompts = random_prompts(5)
     samples, store = roll_out(trace_engine, prompts + prompts, greedy=True)
-    for one, other in zip(samples[:5], samples[5:], strict=True):
-        assert one.tokens == other.tokens
-        assert torch.equal(one.routing, other.routing)
-        for a, b in zip(_all_records(store, one), _all_records(store, other), strict=True):
-            assert torch.equal(a[2], b[2]), (one.sample_id, a[:2])
-            assert torch.equal(a[3], b[3]), (one.sample_id, a[:2])
+    assert_same_rollout((samples[:5], store), (samples[5:], store))
 
 
 def test_records_without_a_store_are_not_kept_and_change_nothing(
@@ -99,8 +69,6 @@ def test_records_without_a_store_are_not_kept_and_change_nothing(
     prompts = random_prompts(6)
     samples, _ = roll_out(trace_engine, prompts)
     before = trace_engine.seconds["record"]
-    from megatron_trace.rollout import SamplingSettings
-
     unrecorded = trace_engine.generate(
         prompts,
         [sample.sample_id for sample in samples],
@@ -120,7 +88,7 @@ def test_only_the_latter_half_of_the_layers_is_recorded_by_default(
     with_codes = [s.sample_id for s in samples if store.places(s.sample_id, RecordKind.CODES)]
     for sample in samples:
         assert store.places(sample.sample_id) == ((1, Site.FC1), (1, Site.V))
-        assert _record(store, sample, 1, Site.V).num_bits == 4
+        assert record_of(store, sample, 1, Site.V).num_bits == 4
     assert with_codes == [s.sample_id for s in samples if is_diagnostic(s.sample_id, 0.5)]
     assert 10 < len(with_codes) < 30
     # Full codes also show the sites that are not guided.
@@ -156,8 +124,8 @@ def test_engines_in_turn_do_not_disturb_each_other(
     prompts = random_prompts(6)
     instances = list(RouterReplay.global_router_replay_instances)
     first, first_bf16 = roll_out(trace_engine, prompts), roll_out(bf16_engine, prompts)
-    _assert_same(first, roll_out(trace_engine, prompts))
-    _assert_same(first_bf16, roll_out(bf16_engine, prompts))
+    assert_same_rollout(first, roll_out(trace_engine, prompts))
+    assert_same_rollout(first_bf16, roll_out(bf16_engine, prompts))
     assert RouterReplay.global_router_replay_instances == instances
     assert not InferenceMode.is_active()
 
@@ -171,7 +139,7 @@ def test_a_response_may_be_the_end_token_alone(build_engine, random_prompts, rol
     (sample,), store = roll_out(engine, [prompt], greedy=True)
     assert (sample.response_tokens, sample.finish_reason) == ((first_token,), "stop")
     assert sample.num_rows == len(prompt)
-    assert _record(store, sample, 0, Site.K).num_rows == len(prompt)
+    assert record_of(store, sample, 0, Site.K).num_rows == len(prompt)
 
 
 def test_a_response_ends_at_the_end_token_or_at_its_length(trace_engine, random_prompts, roll_out):
@@ -184,6 +152,16 @@ def test_a_response_ends_at_the_end_token_or_at_its_length(trace_engine, random_
             assert sample.response_tokens[-1] == 15
         else:
             assert len(sample.response_tokens) == 12
+
+
+def test_routing_survives_blocks_that_change_hands(bf16_engine, random_prompts, roll_out):
+    """Requests finish in the very step in which others take their blocks of 16 tokens."""
+    prompts = [[1] * 10] * 32 + [[2] * 11] * 32
+    samples, _ = roll_out(bf16_engine, prompts, max_new_tokens=7)
+    for sample in samples:
+        experts = sample.routing
+        assert experts.shape[0] == sample.num_rows
+        assert all(len(set(row.tolist())) == 4 for row in experts.flatten(0, 1))
 
 
 def test_no_prompts_give_no_samples(trace_engine, roll_out):
