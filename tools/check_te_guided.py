@@ -36,7 +36,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from transformer_engine.pytorch.quantization import QuantizerRole
 from transformer_engine.pytorch.tensor import IdentityQuantizer
 
-from megatron_trace.formats import decode, reference, unpack_codes
+from megatron_trace.formats import decode, pack_bits, reference, unpack_codes
 from megatron_trace.hints.types import Site
 from megatron_trace.models.hybrid import build_hybrid_model, causal_mask, decoder_layers
 from megatron_trace.testing.moe_reference import (
@@ -282,7 +282,7 @@ def check_operands(report: Report, device: torch.device) -> None:
     scale = static_scale(tokens)
     rollout = noisy(tokens)
     (of_rollout, scale_bytes), (own, _) = (reference.encode(x, scale) for x in (rollout, tokens))
-    bits = reference.pack_bits(of_rollout)
+    bits = pack_bits(of_rollout)
     guided = reference.guided_codes(tokens, bits, scale_bytes, scale, num_bits=1)
     shares = {
         "nearest": float((own != of_rollout).float().mean()),

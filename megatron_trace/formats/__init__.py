@@ -1,27 +1,22 @@
-"""Number formats: NVFP4 by rounding to nearest and by the rollout's hints.
+"""Number formats: rounding to nearest and by the rollout's hints.
 
-`reference` is the specification, `kernels` its translation to Triton, `ops` the public entry that
-picks one of them and adds straight-through gradients.
+`reference` is the specification of NVFP4, `kernels` its translation to Triton, `ops` the public
+entry that picks one of them and adds straight-through gradients. `four_over_six`, `mxfp4` and
+`mxfp8` specify the other formats by functions of the same names; docs/formats.md compares them.
 """
 
-from megatron_trace.formats import ops
+from megatron_trace.formats import four_over_six, mxfp4, mxfp8, ops
 from megatron_trace.formats.constants import (
     BLOCK_SIZE,
     E2M1_MAX,
     E2M1_VALUES,
     E4M3_MAX,
     E4M3_MIN_SUBNORMAL,
+    MX_BLOCK_SIZE,
 )
-from megatron_trace.formats.reference import (
-    decode,
-    encode,
-    global_scale_from_amax,
-    guided_codes,
-    pack_bits,
-    pack_codes,
-    unpack_bits,
-    unpack_codes,
-)
+from megatron_trace.formats.packing import pack_bits, pack_codes, unpack_bits, unpack_codes
+from megatron_trace.formats.reference import decode, encode, guided_codes
+from megatron_trace.formats.scales_e4m3 import global_scale_from_amax
 
 __all__ = [
     "BLOCK_SIZE",
@@ -29,10 +24,14 @@ __all__ = [
     "E2M1_VALUES",
     "E4M3_MAX",
     "E4M3_MIN_SUBNORMAL",
+    "MX_BLOCK_SIZE",
     "decode",
     "encode",
+    "four_over_six",
     "global_scale_from_amax",
     "guided_codes",
+    "mxfp4",
+    "mxfp8",
     "ops",
     "pack_bits",
     "pack_codes",

@@ -20,6 +20,23 @@ def as_fp32(global_scale: torch.Tensor | float, like: torch.Tensor) -> torch.Ten
     return scale.reshape(())
 
 
+def as_row_scales(global_scale: torch.Tensor | float, like: torch.Tensor) -> torch.Tensor:
+    """Gives a global scale as FP32 on the device of `like`: 0-d, or [..., 1] to fit its rows."""
+    scale = torch.as_tensor(global_scale, dtype=torch.float32, device=like.device)
+    if scale.numel() == 1:
+        return scale.reshape(())
+    rows = (*like.shape[:-1], 1)
+    fits = scale.dim() == len(rows) and all(
+        size in (1, wanted) for size, wanted in zip(scale.shape, rows, strict=True)
+    )
+    if not fits:
+        raise ValueError(
+            f"global_scale must hold one value, or one for each row in a shape that fits {rows}; "
+            f"got shape {tuple(scale.shape)}"
+        )
+    return scale
+
+
 def require_no_global_scale(global_scale: None) -> None:
     """Raises ValueError unless global_scale is None, where a format has none."""
     if global_scale is not None:
