@@ -11,11 +11,17 @@ import torch
 from megatron_trace.hints import QuantizerSettings, Site
 from megatron_trace.rollout.quantize import calibrated_scales, site_quantisers
 from megatron_trace.testing.rollouts import assert_same_rollout
+from megatron_trace.testing.tiny_rollout import (
+    calibration_tokens,
+    random_prompts,
+    roll_out,
+    tiny_engine,
+)
 
 
 @pytest.fixture(scope="module")
-def engine(build_engine, weights):
-    engine = build_engine(ready=False, hint_layers="all")
+def engine(weights):
+    engine = tiny_engine(None, hint_layers="all")
     engine.load_weights(weights)
     return engine
 
@@ -26,7 +32,7 @@ def _calibrate(engine, weights, tokens):
     return engine.settings
 
 
-def test_every_place_gets_the_scale_of_the_largest_value_seen(engine, weights, calibration_tokens):
+def test_every_place_gets_the_scale_of_the_largest_value_seen(engine, weights):
     seen = {}
     hooks = [
         layer.attention.core_attention.register_forward_pre_hook(
@@ -36,7 +42,7 @@ def test_every_place_gets_the_scale_of_the_largest_value_seen(engine, weights, c
         )
         for layer in engine.layers
     ]
-    settings = _calibrate(engine, weights, calibration_tokens)
+    settings = _calibrate(engine, weights, calibration_tokens())
     for hook in hooks:
         hook.remove()
     assert set(settings.global_scales) == {(layer, site) for layer in (0, 1) for site in Site}
@@ -46,9 +52,7 @@ def test_every_place_gets_the_scale_of_the_largest_value_seen(engine, weights, c
             assert settings.global_scale(layer, site) == float(amax / (6 * 448))
 
 
-def test_experts_without_a_token_are_reported_and_share_the_layers_scale(
-    engine, weights, random_prompts, roll_out
-):
+def test_experts_without_a_token_are_reported_and_share_the_layers_scale(engine, weights):
     # One token reaches 4 of 16 experts of each layer.
     _calibrate(engine, weights, [torch.tensor([[3]])])
     assert {layer: len(e) for layer, e in engine.experts_without_calibration.items()} == {
@@ -63,51 +67,47 @@ def test_experts_without_a_token_are_reported_and_share_the_layers_scale(
     assert all(torch.isfinite(sample.logprobs).all() for sample in samples)
 
 
-def test_a_site_that_saw_nothing_is_named(engine, weights, calibration_tokens, monkeypatch):
+def test_a_site_that_saw_nothing_is_named(engine, weights):
     with pytest.raises(RuntimeError, match="layer 0, site fc1: the quantiser never saw"):
         _calibrate(engine, weights, [])
     with pytest.raises(RuntimeError, match="push_weights needs the quantisers' global scales"):
         engine.push_weights(weights, 0)
-    _calibrate(engine, weights, calibration_tokens)
+    _calibrate(engine, weights, calibration_tokens())
     for quantiser in site_quantisers(engine.layers[1])[Site.FC2].values():
         quantiser.reset_amax()
     with pytest.raises(RuntimeError, match="layer 1, site fc2: no expert of the layer saw"):
         calibrated_scales(engine.layers)
 
 
-def test_calibrating_again_forgets_what_was_seen_before(engine, weights, calibration_tokens):
+def test_calibrating_again_forgets_what_was_seen_before(engine, weights):
     few = [torch.tensor([[3]])]
     small = _calibrate(engine, weights, few)
-    large = _calibrate(engine, weights, calibration_tokens)
+    large = _calibrate(engine, weights, calibration_tokens())
     assert large != small
     assert large.digest() != small.digest()
     assert _calibrate(engine, weights, few) == small
     assert len(engine.experts_without_calibration[0]) == 12
 
 
-def test_calibration_that_fails_can_be_repeated(
-    engine, weights, calibration_tokens, random_prompts, roll_out
-):
-    expected = _calibrate(engine, weights, calibration_tokens)
+def test_calibration_that_fails_can_be_repeated(engine, weights):
+    expected = _calibrate(engine, weights, calibration_tokens())
     with pytest.raises(IndexError):
-        engine.calibrate([*calibration_tokens, torch.tensor([[99]])])
+        engine.calibrate([*calibration_tokens(), torch.tensor([[99]])])
     assert engine.settings is None
-    assert _calibrate(engine, weights, calibration_tokens) == expected
+    assert _calibrate(engine, weights, calibration_tokens()) == expected
     engine.push_weights(weights, 0)
     roll_out(engine, random_prompts(2))
 
 
-def test_calibration_needs_unquantised_weights(engine, weights, calibration_tokens):
-    _calibrate(engine, weights, calibration_tokens)
+def test_calibration_needs_unquantised_weights(engine, weights):
+    _calibrate(engine, weights, calibration_tokens())
     engine.push_weights(weights, 0)
     with pytest.raises(RuntimeError, match="unquantised weights; call load_weights"):
-        engine.calibrate(calibration_tokens)
+        engine.calibrate(calibration_tokens())
 
 
-def test_an_engine_can_take_the_settings_of_another(
-    build_engine, trace_engine, weights, random_prompts, roll_out
-):
-    other = build_engine(ready=False, hint_layers="all", diagnostic_share=1.0)
+def test_an_engine_can_take_the_settings_of_another(trace_engine, weights):
+    other = tiny_engine(None, hint_layers="all", diagnostic_share=1.0)
     other.use_settings(trace_engine.settings)
     assert other.push_weights(weights, 0) == trace_engine.push_weights(weights, 0)
     prompts = random_prompts(8)
@@ -130,9 +130,9 @@ def test_settings_of_another_kind_of_engine_are_refused(trace_engine, change, na
         trace_engine.use_settings(QuantizerSettings(**fields))
 
 
-def test_bf16_refuses_calibration(bf16_engine, calibration_tokens):
+def test_bf16_refuses_calibration(bf16_engine):
     with pytest.raises(ValueError, match="calibrate has no effect with method=bf16"):
-        bf16_engine.calibrate(calibration_tokens)
+        bf16_engine.calibrate(calibration_tokens())
 
 
 def test_modelopts_state_of_the_model_holds_nothing_of_ours(trace_engine):

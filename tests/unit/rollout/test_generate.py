@@ -12,12 +12,13 @@ from megatron_trace.hints import RecordKind, Site, decode_codes
 from megatron_trace.rollout import SamplingSettings
 from megatron_trace.rollout.storing import is_diagnostic
 from megatron_trace.testing.rollouts import assert_same_rollout, record_of
+from megatron_trace.testing.tiny_rollout import random_prompts, roll_out, tiny_engine
 
 PLACES = [(layer, site) for layer in (0, 1) for site in (Site.FC1, Site.K, Site.V)]
 WIDTHS = {Site.FC1: 128, Site.K: 64, Site.V: 64}
 
 
-def test_every_place_of_every_sample_has_its_hint(trace_engine, random_prompts, roll_out):
+def test_every_place_of_every_sample_has_its_hint(trace_engine):
     prompts = random_prompts(70)  # more than the 64 requests that run at a time
     samples, store = roll_out(trace_engine, prompts)
     assert [list(sample.prompt_tokens) for sample in samples] == prompts
@@ -33,7 +34,7 @@ def test_every_place_of_every_sample_has_its_hint(trace_engine, random_prompts, 
         assert sample.settings_digest == trace_engine.settings.digest()
 
 
-def test_a_hint_is_the_mantissa_bit_of_the_full_codes(trace_engine, random_prompts, roll_out):
+def test_a_hint_is_the_mantissa_bit_of_the_full_codes(trace_engine):
     samples, store = roll_out(trace_engine, random_prompts(3))
     for sample in samples:
         for layer, site in PLACES:
@@ -44,9 +45,7 @@ def test_a_hint_is_the_mantissa_bit_of_the_full_codes(trace_engine, random_promp
             assert torch.equal(hint.scale_bytes, codes.scale_bytes)
 
 
-def test_the_same_seed_gives_the_same_rollout_and_another_seed_another(
-    trace_engine, random_prompts, roll_out
-):
+def test_the_same_seed_gives_the_same_rollout_and_another_seed_another(trace_engine):
     prompts = random_prompts(20)
     first = roll_out(trace_engine, prompts, seed=11)
     torch.manual_seed(123)  # the engine has its own generator
@@ -55,17 +54,13 @@ def test_the_same_seed_gives_the_same_rollout_and_another_seed_another(
     assert [s.tokens for s in other] != [s.tokens for s in first[0]]
 
 
-def test_the_same_prompt_twice_in_a_batch_has_the_same_records(
-    trace_engine, random_prompts, roll_out
-):
+def test_the_same_prompt_twice_in_a_batch_has_the_same_records(trace_engine):
     prompts = random_prompts(5)
     samples, store = roll_out(trace_engine, prompts + prompts, greedy=True)
     assert_same_rollout((samples[:5], store), (samples[5:], store))
 
 
-def test_records_without_a_store_are_not_kept_and_change_nothing(
-    trace_engine, random_prompts, roll_out
-):
+def test_records_without_a_store_are_not_kept_and_change_nothing(trace_engine):
     prompts = random_prompts(6)
     samples, _ = roll_out(trace_engine, prompts)
     before = trace_engine.seconds["record"]
@@ -80,10 +75,8 @@ def test_records_without_a_store_are_not_kept_and_change_nothing(
     assert trace_engine.seconds["record"] - before < 1e-3
 
 
-def test_only_the_latter_half_of_the_layers_is_recorded_by_default(
-    build_engine, random_prompts, roll_out
-):
-    engine = build_engine(hint_sites=("fc1", "v"), hint_bits=4, diagnostic_share=0.5)
+def test_only_the_latter_half_of_the_layers_is_recorded_by_default(weights):
+    engine = tiny_engine(weights, hint_sites=("fc1", "v"), hint_bits=4, diagnostic_share=0.5)
     samples, store = roll_out(engine, random_prompts(40))
     with_codes = [s.sample_id for s in samples if store.places(s.sample_id, RecordKind.CODES)]
     for sample in samples:
@@ -97,10 +90,8 @@ def test_only_the_latter_half_of_the_layers_is_recorded_by_default(
     )
 
 
-def test_qat_rolls_out_as_trace_does_and_stores_no_hints(
-    build_engine, trace_engine, random_prompts, roll_out
-):
-    engine = build_engine("qat")
+def test_qat_rolls_out_as_trace_does_and_stores_no_hints(trace_engine, weights):
+    engine = tiny_engine(weights, "qat")
     assert engine.settings == trace_engine.settings
     prompts = random_prompts(8)
     samples, store = roll_out(engine, prompts)
@@ -110,7 +101,7 @@ def test_qat_rolls_out_as_trace_does_and_stores_no_hints(
     assert all(torch.equal(a.logprobs, b.logprobs) for a, b in zip(samples, traced, strict=True))
 
 
-def test_bf16_quantises_nothing(bf16_engine, random_prompts, roll_out):
+def test_bf16_quantises_nothing(bf16_engine):
     samples, store = roll_out(bf16_engine, random_prompts(8))
     assert len(store) == 0
     assert not bf16_engine.sites.calls
@@ -118,9 +109,7 @@ def test_bf16_quantises_nothing(bf16_engine, random_prompts, roll_out):
     assert {sample.settings_digest for sample in samples} == {""}
 
 
-def test_engines_in_turn_do_not_disturb_each_other(
-    trace_engine, bf16_engine, random_prompts, roll_out
-):
+def test_engines_in_turn_do_not_disturb_each_other(trace_engine, bf16_engine):
     prompts = random_prompts(6)
     instances = list(RouterReplay.global_router_replay_instances)
     first, first_bf16 = roll_out(trace_engine, prompts), roll_out(bf16_engine, prompts)
@@ -130,19 +119,19 @@ def test_engines_in_turn_do_not_disturb_each_other(
     assert not InferenceMode.is_active()
 
 
-def test_a_response_may_be_the_end_token_alone(build_engine, random_prompts, roll_out):
+def test_a_response_may_be_the_end_token_alone(weights):
     prompt = random_prompts(1)[0]
-    (sample,), _ = roll_out(build_engine("bf16"), [prompt], greedy=True, max_new_tokens=1)
+    (sample,), _ = roll_out(tiny_engine(weights, "bf16"), [prompt], greedy=True, max_new_tokens=1)
     assert (len(sample.response_tokens), sample.finish_reason) == (1, "length")
     first_token = sample.response_tokens[0]
-    engine = build_engine(eod_token=first_token, hint_layers="all")
+    engine = tiny_engine(weights, eod_token=first_token, hint_layers="all")
     (sample,), store = roll_out(engine, [prompt], greedy=True)
     assert (sample.response_tokens, sample.finish_reason) == ((first_token,), "stop")
     assert sample.num_rows == len(prompt)
     assert record_of(store, sample, 0, Site.K).num_rows == len(prompt)
 
 
-def test_a_response_ends_at_the_end_token_or_at_its_length(trace_engine, random_prompts, roll_out):
+def test_a_response_ends_at_the_end_token_or_at_its_length(trace_engine):
     samples, _ = roll_out(trace_engine, random_prompts(64), max_new_tokens=12)
     reasons = {sample.finish_reason for sample in samples}
     assert reasons == {"stop", "length"}
@@ -154,7 +143,7 @@ def test_a_response_ends_at_the_end_token_or_at_its_length(trace_engine, random_
             assert len(sample.response_tokens) == 12
 
 
-def test_routing_survives_blocks_that_change_hands(bf16_engine, random_prompts, roll_out):
+def test_routing_survives_blocks_that_change_hands(bf16_engine):
     """Requests finish in the very step in which others take their blocks of 16 tokens."""
     prompts = [[1] * 10] * 32 + [[2] * 11] * 32
     samples, _ = roll_out(bf16_engine, prompts, max_new_tokens=7)
@@ -164,7 +153,7 @@ def test_routing_survives_blocks_that_change_hands(bf16_engine, random_prompts, 
         assert all(len(set(row.tolist())) == 4 for row in experts.flatten(0, 1))
 
 
-def test_no_prompts_give_no_samples(trace_engine, roll_out):
+def test_no_prompts_give_no_samples(trace_engine):
     samples, store = roll_out(trace_engine, [])
     assert samples == []
     assert len(store) == 0
@@ -175,9 +164,7 @@ def test_no_prompts_give_no_samples(trace_engine, roll_out):
     [{"temperature": 0.5}, {"top_k": 3}, {"top_p": 0.6}, {"temperature": 2.0, "top_k": 5}],
     ids=str,
 )
-def test_logprobs_are_those_of_the_sampling_distribution(
-    bf16_engine, random_prompts, roll_out, sampling
-):
+def test_logprobs_are_those_of_the_sampling_distribution(bf16_engine, sampling):
     prompt = random_prompts(1)[0]
     many = [prompt] * 200
     samples, _ = roll_out(bf16_engine, many, max_new_tokens=1, **sampling)

@@ -10,10 +10,11 @@ from megatron_trace.formats.reference import rtn
 from megatron_trace.hints import Site
 from megatron_trace.rollout.kv_cache import Pages, kv_bytes_per_token, unpack_values
 from megatron_trace.testing.single_process import tiny_moe_config
+from megatron_trace.testing.tiny_rollout import random_prompts, roll_out
 
 
 @pytest.fixture
-def written(trace_engine, random_prompts, roll_out, monkeypatch):
+def written(trace_engine, monkeypatch):
     """Gives (layer number, key, value, stored keys, stored values) of every write of a rollout."""
     context = trace_engine._server.context
     append = context.append_key_value_cache

@@ -12,6 +12,7 @@ from megatron_trace.hints import HintStore
 from megatron_trace.rollout import RolloutEngine, SamplingSettings
 from megatron_trace.testing.rollouts import assert_same_rollout
 from megatron_trace.testing.single_process import tiny_moe_config
+from megatron_trace.testing.tiny_rollout import random_prompts, roll_out, tiny_engine
 
 
 @pytest.mark.parametrize(
@@ -26,17 +27,17 @@ from megatron_trace.testing.single_process import tiny_moe_config
     ],
     ids=["counts", "twice", "empty", "too long", "token", "negative"],
 )
-def test_prompts_that_cannot_be_used_are_named(trace_engine, roll_out, prompts, ids, message):
+def test_prompts_that_cannot_be_used_are_named(trace_engine, prompts, ids, message):
     with pytest.raises(ValueError, match=message):
         roll_out(trace_engine, prompts, sample_ids=ids)
 
 
-def test_a_prompt_that_just_fits_is_used(trace_engine, roll_out):
+def test_a_prompt_that_just_fits_is_used(trace_engine):
     (sample,), _ = roll_out(trace_engine, [[1] * 58])
     assert len(sample.tokens) <= 64
 
 
-def test_a_sample_that_the_store_has_is_refused_before_it_is_rolled_out(trace_engine, roll_out):
+def test_a_sample_that_the_store_has_is_refused_before_it_is_rolled_out(trace_engine):
     _, store = roll_out(trace_engine, [[1]])
     with pytest.raises(ValueError, match="sample s0 has records in the hint store"):
         roll_out(trace_engine, [[1]], store=store)
@@ -44,11 +45,11 @@ def test_a_sample_that_the_store_has_is_refused_before_it_is_rolled_out(trace_en
     roll_out(trace_engine, [[1]], store=store)
 
 
-def test_generating_before_calibration_or_weights_is_refused(build_engine, weights, roll_out):
-    engine = build_engine(ready=False)
+def test_generating_before_calibration_or_weights_is_refused(weights):
+    engine = tiny_engine(None)
     with pytest.raises(RuntimeError, match="generate needs the quantisers' global scales"):
         roll_out(engine, [[1]])
-    engine = build_engine("bf16", ready=False)
+    engine = tiny_engine(None, "bf16")
     with pytest.raises(RuntimeError, match="generate needs weights; call push_weights"):
         roll_out(engine, [[1]])
     engine.load_weights(weights)
@@ -108,9 +109,7 @@ EMBEDDING = "embedding.word_embeddings.weight"
 
 
 @pytest.mark.parametrize("method", ["trace", "bf16"])
-def test_a_nan_names_layer_site_and_sample_and_the_engine_works_again(
-    request, method, weights, roll_out
-):
+def test_a_nan_names_layer_site_and_sample_and_the_engine_works_again(request, method, weights):
     engine = request.getfixturevalue(f"{method}_engine")
     engine.push_weights(weights, 0)
     expected = roll_out(engine, PROMPTS)
@@ -129,7 +128,7 @@ def test_a_nan_names_layer_site_and_sample_and_the_engine_works_again(
 
 
 def test_a_nan_inside_an_expert_names_the_sample_and_leaves_no_quantiser_behind(
-    trace_engine, weights, roll_out
+    trace_engine, weights
 ):
     linear = megatron_layers.linear_with_grad_accumulation_and_async_allreduce
     frozen = megatron_layers.linear_with_frozen_weight
@@ -149,31 +148,31 @@ def test_a_nan_inside_an_expert_names_the_sample_and_leaves_no_quantiser_behind(
     assert_same_rollout(roll_out(trace_engine, [PROMPTS[0]]), expected)
 
 
-def test_without_the_check_logits_that_are_not_finite_are_an_error(build_engine, weights, roll_out):
-    engine = build_engine("bf16", check_finite=False)
+def test_without_the_check_logits_that_are_not_finite_are_an_error(weights):
+    engine = tiny_engine(weights, "bf16", check_finite=False)
     engine.push_weights(_poisoned(weights, EMBEDDING, 7), 1)
     with pytest.raises(RuntimeError, match="NaN or Inf logits in the rollout"):
         roll_out(engine, PROMPTS)
 
 
-def test_a_quantiser_that_did_not_run_is_an_error(build_engine, weights, roll_out):
-    engine = build_engine("qat")
+def test_a_quantiser_that_did_not_run_is_an_error(weights):
+    engine = tiny_engine(weights, "qat")
     for layer in engine.layers:
         layer.moe.dispatch_input_quantizer.disable()
     with pytest.raises(RuntimeError, match=r"called no quantiser at the sites fc1; calls: "):
         roll_out(engine, [[1, 2]])
 
 
-def test_a_foreign_quantiser_is_an_error(build_engine, roll_out):
-    engine = build_engine("qat")
+def test_a_foreign_quantiser_is_an_error(weights):
+    engine = tiny_engine(weights, "qat")
     layer = engine.layers[0]
     layer.moe.experts.local_experts[3].linear_fc1.output_quantizer.enable()
     with pytest.raises(RuntimeError, match=r"outside the sites .* enabled: .*output_quantizer"):
         roll_out(engine, [[1, 2]])
 
 
-def test_a_foreign_quantiser_with_our_backend_cannot_run(build_engine, roll_out):
-    engine = build_engine("qat")
+def test_a_foreign_quantiser_with_our_backend_cannot_run(weights):
+    engine = tiny_engine(weights, "qat")
     quantiser = engine.layers[0].attention.linear_qkv.input_quantizer
     quantiser.backend = "trace_nvfp4"
     quantiser.enable()
@@ -182,9 +181,7 @@ def test_a_foreign_quantiser_with_our_backend_cannot_run(build_engine, roll_out)
 
 
 @pytest.mark.parametrize("step", [0, 2])
-def test_an_interrupted_rollout_leaves_the_engine_usable(
-    trace_engine, weights, random_prompts, roll_out, monkeypatch, step
-):
+def test_an_interrupted_rollout_leaves_the_engine_usable(trace_engine, weights, monkeypatch, step):
     trace_engine.push_weights(weights, 0)
     prompts = random_prompts(70)
     expected = roll_out(trace_engine, prompts)

@@ -10,6 +10,7 @@ from megatron_trace.formats import encode, global_scale_from_amax, pack_codes
 from megatron_trace.hints.weight_digest import combine_digests, matrix_digest
 from megatron_trace.models.hybrid import named_expert_linears
 from megatron_trace.testing.rollouts import assert_same_rollout
+from megatron_trace.testing.tiny_rollout import random_prompts, roll_out
 
 
 def _expert_weights(engine):
@@ -66,7 +67,7 @@ def test_fp32_and_bf16_weights_of_equal_cast_give_one_digest(trace_engine, weigh
 
 @pytest.mark.parametrize("method", ["trace", "bf16"])
 def test_pushing_a_then_b_then_a_restores_digest_and_outputs(
-    request, method, weights, other_weights, random_prompts, roll_out
+    request, method, weights, other_weights
 ):
     engine = request.getfixturevalue(f"{method}_engine")
     prompts = random_prompts(10)

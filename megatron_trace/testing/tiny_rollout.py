@@ -1,0 +1,112 @@
+"""A tiny rollout engine, weights and prompts for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from megatron_trace.config import Method, TraceConfig
+from megatron_trace.hints import HintStore
+from megatron_trace.models.hybrid import HybridModules, build_hybrid_model
+from megatron_trace.rollout import RolloutEngine, SamplingSettings
+from megatron_trace.testing.rollouts import Rollout
+from megatron_trace.testing.single_process import tiny_moe_config
+
+VOCAB_SIZE = 16
+MAX_SEQUENCE_LENGTH = 64
+# Not a token that the prompts contain.
+EOD_TOKEN = 15
+
+
+def tiny_weights(seed: int, *, pattern: str = "*E*E") -> dict[str, torch.Tensor]:
+    """Gives FP32 parameters as a trainer has them: no norm weight is 1, no bias of scale is 0."""
+    torch.manual_seed(seed)
+    model = build_hybrid_model(
+        tiny_moe_config(pattern, init_method_std=0.06),
+        pattern=pattern,
+        vocab_size=VOCAB_SIZE,
+        max_sequence_length=MAX_SEQUENCE_LENGTH,
+        modules=HybridModules(),
+    )
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: parameter.detach() + 0.01 * torch.randn(parameter.shape, generator=generator)
+        for name, parameter in model.named_parameters()
+    }
+
+
+def calibration_tokens() -> list[torch.Tensor]:
+    """Gives two batches of 32 sequences of 12 tokens."""
+    generator = torch.Generator().manual_seed(3)
+    return list(torch.randint(0, EOD_TOKEN, (2, 32, 12), generator=generator))
+
+
+def tiny_engine(
+    weights: Mapping[str, torch.Tensor] | None,
+    method: Method = "trace",
+    *,
+    pattern: str = "*E*E",
+    eod_token: int = EOD_TOKEN,
+    **trace: Any,
+) -> RolloutEngine:
+    """Builds an engine with pages of 16 tokens.
+
+    Args:
+        weights: Calibrates and pushes these as version 0; None leaves the engine without weights.
+        method: Method of TRACE.
+        pattern: Hybrid layer pattern.
+        eod_token: Token that ends a response.
+        **trace: Fields of `TraceConfig`.
+    """
+    engine = RolloutEngine(
+        tiny_moe_config(pattern),
+        pattern=pattern,
+        vocab_size=VOCAB_SIZE,
+        max_sequence_length=MAX_SEQUENCE_LENGTH,
+        trace=TraceConfig(method=method, **trace),
+        eod_token=eod_token,
+        block_size_tokens=16,
+    )
+    if weights is not None:
+        if method != "bf16":
+            engine.load_weights(weights)
+            engine.calibrate(calibration_tokens())
+        engine.push_weights(weights, policy_version=0)
+    return engine
+
+
+def random_prompts(
+    count: int, *, shortest: int = 1, longest: int = 9, seed: int = 5
+) -> list[list[int]]:
+    """Gives prompts of random length and tokens, none of which ends a response."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(shortest, longest + 1, (count,), generator=generator).tolist()
+    return [torch.randint(0, EOD_TOKEN, (n,), generator=generator).tolist() for n in lengths]
+
+
+def roll_out(
+    engine: RolloutEngine,
+    prompts: Sequence[Sequence[int]],
+    *,
+    store: HintStore | None = None,
+    sample_ids: Sequence[str] | None = None,
+    seed: int = 0,
+    **sampling: Any,
+) -> Rollout:
+    """Generates up to 6 tokens per prompt and gives the samples with their store.
+
+    Args:
+        engine: The engine.
+        prompts: Token ids.
+        store: Gets the records; a new one if None.
+        sample_ids: Names of the samples; s0, s1, ... if None.
+        seed: Seed of the sampling.
+        **sampling: Fields of `SamplingSettings`.
+    """
+    store = HintStore() if store is None else store
+    ids = sample_ids or [f"s{index}" for index in range(len(prompts))]
+    fields: dict[str, Any] = {"max_new_tokens": 6, **sampling}
+    settings = SamplingSettings(**fields)
+    return engine.generate(prompts, ids, store=store, sampling=settings, seed=seed), store
