@@ -342,7 +342,7 @@ def _guided_tiles(
         lower_bits = lower.to(tl.int32, bitcast=True)
         if NUM_BITS == 1:
             # The lowest bit of a biased candidate is its mantissa bit.
-            takes_upper = ((lower_bits ^ (word >> column)) & 1) != 0
+            takes_upper = (((lower_bits << column) ^ word) & (1 << column)) != 0
         else:
             # Beyond a, on its side of 0, lies the upper candidate or what is nearest to it.
             wanted = _ladder_value((word >> (4 * column)) & 7).to(tl.int32, bitcast=True)
@@ -456,7 +456,7 @@ def _quotient(a, divisor, FMA: tl.constexpr):
     if FMA:
         reciprocal = _reciprocal(divisor)
         quotient = a * reciprocal
-        return tl.fma(tl.fma(-quotient, divisor, a), reciprocal, quotient)
+        return tl.fma(tl.fma(quotient, -divisor, a), reciprocal, quotient)
     return tl.div_rn(a, tl.where(divisor == 0, 1.0, divisor))
 
 
@@ -467,8 +467,8 @@ def _reciprocal(divisor):
     r = tl.inline_asm_elementwise(
         "rcp.approx.ftz.f32 $0, $1;", "=r,r", [divisor], dtype=tl.float32, is_pure=True, pack=1
     )
-    r = tl.fma(tl.fma(-divisor, r, 1.0), r, r)
-    return tl.fma(tl.fma(-divisor, r, 1.0), r, r)
+    r = tl.fma(tl.fma(r, -divisor, 1.0), r, r)
+    return tl.fma(tl.fma(r, -divisor, 1.0), r, r)
 
 
 @triton.jit
