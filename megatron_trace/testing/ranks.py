@@ -12,10 +12,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 POLL_S = 0.05
 # After one rank failed, the others may still finish and tell what they saw.
@@ -27,27 +29,35 @@ import importlib.util, sys
 from megatron_trace.testing import cpu_runtime
 cpu_runtime.install()
 import torch
-torch.set_num_threads(1)
-path, name, folder, rank, world_size = sys.argv[1:6]
+from megatron_trace.testing.ranks import run_rank
+path, name, folder, rank, world_size = sys.argv[1:]
 spec = importlib.util.spec_from_file_location("ranks_target", path)
 module = importlib.util.module_from_spec(spec)
 sys.modules["ranks_target"] = module
 spec.loader.exec_module(module)
-arguments = torch.load(folder + "/arguments.pt", weights_only=False)
-result = getattr(module, name)(int(rank), int(world_size), folder + "/store", **arguments)
-torch.save(result, folder + "/result-" + rank + ".pt")
+run_rank(getattr(module, name), folder, int(rank), int(world_size))
 """
 
 
 def run_ranks(
-    file: str | Path, function: str, world_size: int, *, timeout_s: float, **arguments: Any
+    file: str | Path,
+    function: str,
+    *,
+    world_size: int,
+    parallel: Mapping[str, int] | None = None,
+    seed: int = 0,
+    timeout_s: float = 300.0,
+    **arguments: Any,
 ) -> list[Any]:
-    """Runs `function(rank, world_size, store_path, **arguments)` on every rank.
+    """Runs `function(rank, **arguments)` on every rank of a gloo group.
 
     Args:
         file: Python file that defines the function.
         function: Its name.
         world_size: Number of ranks.
+        parallel: Sizes for Megatron's `initialize_model_parallel`, such as
+            expert_model_parallel_size=2; None leaves Megatron alone.
+        seed: Seed of every rank.
         timeout_s: Seconds after which all ranks are ended.
         **arguments: What `torch.save` can write.
 
@@ -59,7 +69,7 @@ def run_ranks(
     """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        torch.save(arguments, folder / "arguments.pt")
+        torch.save((arguments, parallel, seed), folder / "arguments.pt")
         processes = [_start(file, function, folder, rank, world_size) for rank in range(world_size)]
         try:
             timed_out = _wait(processes, timeout_s)
@@ -74,6 +84,27 @@ def run_ranks(
             torch.load(folder / f"result-{rank}.pt", weights_only=False)
             for rank in range(world_size)
         ]
+
+
+def run_rank(function: Callable[..., Any], folder: str, rank: int, world_size: int) -> None:
+    """Runs one rank within its own process; called by the process that `run_ranks` starts."""
+    torch.set_num_threads(1)
+    arguments, parallel, seed = torch.load(Path(folder) / "arguments.pt", weights_only=False)
+    store = Path(folder) / "store"
+    if parallel is None:
+        torch.manual_seed(seed)
+        dist.init_process_group(
+            "gloo", store=dist.FileStore(str(store), world_size), rank=rank, world_size=world_size
+        )
+    else:
+        # Only here: Megatron takes seconds to import.
+        from megatron_trace.testing.single_process import init_rank
+
+        init_rank(store, rank=rank, world_size=world_size, seed=seed, **parallel)
+    result = function(rank, **arguments)
+    torch.save(result, Path(folder) / f"result-{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 def _start(
