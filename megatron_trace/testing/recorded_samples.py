@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from unittest import mock
 
 import torch
@@ -80,10 +80,10 @@ def calibrate(model: HybridModel, sites: TraceSites, samples: Sequence[RolloutSa
         samples: Tokens and routing to calibrate with.
     """
     sites.settings = QuantizerSettings(dict.fromkeys(sites.shape.places, 1.0))
-    values = _forward_recorded(model, sites, samples)[1]
+    _, seen, _ = _forward_recorded(model, sites, samples)
     scales = {
-        place: global_scale_from_amax(torch.cat([x.flatten() for x in seen]).abs().amax()).item()
-        for place, seen in values.items()
+        place: global_scale_from_amax(torch.cat(values.inputs).abs().amax()).item()
+        for place, values in seen.items()
     }
     sites.settings = QuantizerSettings(scales)
     sites.reset_report()
@@ -111,11 +111,11 @@ def record(
         codes: Whether to store full codes for diagnostics too.
     """
     samples = [replace(s, settings_digest=sites.settings.digest()) for s in samples]
-    micro_batch, values, logprobs = _forward_recorded(model, sites, samples)
+    micro_batch, seen, logprobs = _forward_recorded(model, sites, samples)
     guided = [place for place in sites.shape.places if place[1] is not Site.FC2]
     for place in guided if places is None else places:
         scale = sites.settings.global_scale(*place)
-        all_codes, scale_bytes = encode(torch.cat(values[place]), scale)
+        all_codes, scale_bytes = encode(torch.cat(seen[place].inputs), scale)
         for column, sample in enumerate(samples):
             rows = torch.arange(sample.num_rows) * len(samples) + column
             key = HintKey(sample.sample_id, *place, sample.policy_version, sample.settings_digest)
@@ -131,32 +131,47 @@ def record(
 
 def _forward_recorded(
     model: HybridModel, sites: TraceSites, samples: Sequence[RolloutSample]
-) -> tuple[MicroBatch, dict[Place, list[torch.Tensor]], torch.Tensor]:
+) -> tuple[MicroBatch, dict[Place, SeenValues], torch.Tensor]:
     samples = [replace(s, settings_digest=sites.settings.digest()) for s in samples]
     micro_batch = make_micro_batch(samples, None, sites)
-    with torch.no_grad(), _seen_values(sites) as values, sites.micro_batch(micro_batch):
+    with torch.no_grad(), seen_values(sites) as seen, sites.micro_batch(micro_batch):
         logprobs = token_logprobs(model, sites, micro_batch)
-    return micro_batch, values, logprobs
+    return micro_batch, seen, logprobs
+
+
+@dataclass
+class SeenValues:
+    """What the quantiser of a place got and gave, call by call.
+
+    Attributes:
+        inputs: float [rows, K] of each call.
+        outputs: The same, quantised.
+    """
+
+    inputs: list[torch.Tensor] = field(default_factory=list)
+    outputs: list[torch.Tensor] = field(default_factory=list)
 
 
 @contextlib.contextmanager
-def _seen_values(sites: TraceSites) -> Iterator[dict[Place, list[torch.Tensor]]]:
-    """Collects what the quantisers of a model see, by place."""
-    values: dict[Place, list[torch.Tensor]] = {}
-    quantised = Rounding.quantised
+def seen_values(sites: TraceSites) -> Iterator[dict[Place, SeenValues]]:
+    """Collects what the activation quantisers of a model get and give, by place."""
+    seen: dict[Place, SeenValues] = {}
+    quantised, rounding = Rounding.quantised, sites.rounding
     last: list[Place] = []
-    rounding = sites.rounding
 
     def noting_place(layer: int, site: Site, rows: torch.Tensor | None) -> Rounding:
         last[:] = [(layer, site)]
         return rounding(layer, site, rows)
 
     def noting_values(self: Rounding, rows: torch.Tensor) -> torch.Tensor:
-        values.setdefault(last[0], []).append(rows)
-        return quantised(self, rows)
+        values = quantised(self, rows)
+        place = seen.setdefault(last[0], SeenValues())
+        place.inputs.append(rows)
+        place.outputs.append(values)
+        return values
 
     with (
         mock.patch.object(sites, "rounding", noting_place),
         mock.patch.object(Rounding, "quantised", noting_values),
     ):
-        yield values
+        yield seen

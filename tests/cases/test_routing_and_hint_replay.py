@@ -91,7 +91,7 @@ def test_27_recomputation_without_any_micro_batch_works_as_in_the_plain_model():
 
 
 def test_29_rows_of_unequal_samples_do_not_shift():
-    """Lengths 5, 7, 3: each sample alone and in the batch; measured 5e-7, and other codes none."""
+    """Lengths 5, 7, 3: each sample alone and in the batch; measured 2.4e-7, and no other code."""
     rolled = recorded_rollout(((4, 2), (5, 3), (2, 2)), codes=True)
     model, sites = tiny_trainer("trace", settings=rolled.settings)
     sites.diagnostics = True

@@ -95,7 +95,7 @@ def test_main_grad_of_two_micro_batches_is_the_sum(build, rollout):
                 logprobs[micro_batch.loss_mask].sum().backward()
         totals.append({name: p.main_grad.clone() for name, p in model.named_parameters()})
     for name, whole in totals[0].items():
-        # Measured 4e-7 of the largest gradient.
+        # Measured 7e-7 of the largest gradient.
         error = (whole - totals[1][name]).abs().max() / whole.abs().max().clamp(min=1e-30)
         assert error < 1e-5, f"{name}: {error:.1e}"
 
