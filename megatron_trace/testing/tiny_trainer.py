@@ -14,7 +14,7 @@ from megatron_trace.hints.store import HintStore
 from megatron_trace.hints.types import QuantizerSettings, RolloutSample
 from megatron_trace.testing.recorded_samples import calibrate, random_samples, record
 from megatron_trace.testing.single_process import tiny_moe_config
-from megatron_trace.training.model import build_trainer_model
+from megatron_trace.training.model import TrainerAttention, build_trainer_model
 from megatron_trace.training.sites import TraceSites
 
 VOCAB_SIZE = 16
@@ -28,6 +28,8 @@ def tiny_trainer(
     *,
     pattern: str = "*E*E",
     dtype: torch.dtype = torch.float32,
+    attention: TrainerAttention = "sdpa",
+    max_sequence_length: int = MAX_SEQUENCE_LENGTH,
     config: Mapping[str, Any] | None = None,
     seed: int = 0,
     settings: QuantizerSettings | None = None,
@@ -39,6 +41,8 @@ def tiny_trainer(
         method: Method of TRACE.
         pattern: Hybrid layer pattern.
         dtype: dtype of the trainer.
+        attention: Arithmetic of the core attention.
+        max_sequence_length: Longest sequence in tokens.
         config: Fields of `TransformerConfig` to set otherwise.
         seed: Seed of the weights.
         settings: Quantiser settings to give to the sites, unless the method is bf16.
@@ -49,9 +53,10 @@ def tiny_trainer(
         tiny_moe_config(pattern, **config or {}),
         pattern=pattern,
         vocab_size=VOCAB_SIZE,
-        max_sequence_length=MAX_SEQUENCE_LENGTH,
+        max_sequence_length=max_sequence_length,
         trace=TraceConfig(method=method, **{"hint_layers": "all", **trace}),
         dtype=dtype,
+        attention=attention,
     )
     if settings is not None and sites.quantises:
         sites.settings = settings

@@ -193,7 +193,7 @@ def _hints(
 def _codes(
     samples: Sequence[RolloutSample], store: HintStore | None, sites: TraceSites, positions: int
 ) -> dict[Place, HintRows]:
-    if not sites.diagnostics or store is None:
+    if not (sites.quantises and sites.diagnostics) or store is None:
         return {}
     places = sorted(
         {place for sample in samples for place in store.places(sample.sample_id, RecordKind.CODES)}
