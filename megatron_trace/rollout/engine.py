@@ -206,7 +206,7 @@ class RolloutEngine:
             self._has_plain_weights = False
             digest = quantise_experts(self.layers, self.trace.implementation)
         else:
-            digest = plain_digest(self.model)
+            digest = plain_digest(dict(self.model.named_parameters()))
         self._policy_version = policy_version
         self.seconds["push"] += time.perf_counter() - started
         return digest

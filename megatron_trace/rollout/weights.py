@@ -102,10 +102,15 @@ class _WeightQuantiser:
         return y
 
 
-def plain_digest(model: torch.nn.Module) -> str:
-    """Gives a digest of the parameters as they are, for a rollout without quantisation."""
+def plain_digest(named: Mapping[str, torch.Tensor]) -> str:
+    """Gives a digest of parameters as a BF16 engine holds them, for a rollout without quantisation.
+
+    Args:
+        named: Parameters by name, of a trainer (BF16 or FP32) or of an engine.
+    """
     digest = hashlib.sha256()
-    for name, parameter in sorted(model.named_parameters()):
-        digest.update(f"{name}/{tuple(parameter.shape)}/{parameter.dtype}/".encode())
-        digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy())
+    for name, parameter in sorted(named.items()):
+        digest.update(f"{name}/{tuple(parameter.shape)}/".encode())
+        bits = parameter.detach().to(torch.bfloat16).cpu().contiguous().view(torch.uint8)
+        digest.update(bits.numpy())
     return digest.hexdigest()[:32]
