@@ -157,11 +157,12 @@ class RlRun:
         Raises:
             RuntimeError: The digests of the weights differ.
         """
-        digest = self.engine.push_weights(self.named_weights(), policy_version)
+        weights = self.named_weights()
+        digest = self.engine.push_weights(weights, policy_version)
         if self.sites.quantises:
             own = expert_weight_digest(self.model, self.sites)
         else:
-            own = plain_digest(self.model)
+            own = plain_digest(weights)
         if digest != own:
             raise RuntimeError(
                 f"after the push of policy version {policy_version} the engine's weights have "

@@ -11,17 +11,12 @@ from megatron_trace.rl.warm_start import (
     supervised_batch,
     warm_start,
 )
-from megatron_trace.testing.single_process import single_process, tiny_moe_config
+from megatron_trace.testing.single_process import tiny_moe_config
 
 ITEMS = [TaskItem(f"{n}?", str((n * 3) % 10), "any", {}) for n in range(10)]
 TOKENIZER = CharTokenizer.of_tasks(ITEMS)
+pytestmark = pytest.mark.usefixtures("one_process")
 SETTINGS = WarmStartSettings(steps=30, batch_size=16, learning_rate=1e-2, warmup_steps=5)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_process():
-    with single_process(seed=0):
-        yield
 
 
 def build(**overrides):

@@ -1,0 +1,196 @@
+"""Save and resume of an RL run: weights, optimizer with FP32 masters, random states, progress.
+
+Written with Megatron's dist_checkpointing, so that the tensors can be loaded into another layout.
+A checkpoint is a folder `step-000004` beside others; it appears under this name only when it is
+complete, and `run.json` in it lists every other file with size and SHA-256.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+from megatron_trace.hints.types import QuantizerSettings, Site
+from megatron_trace.rl.run import Progress, RlRun, use_settings_of_engine
+
+_FORMAT = "megatron_trace RL checkpoint"
+_FORMAT_VERSION = 1
+_RUN_FILE = "run.json"
+
+
+def save(run: RlRun, folder: str | Path, *, identity: Mapping[str, Any]) -> Path:
+    """Writes a checkpoint of a run between two steps and gives its path.
+
+    Args:
+        run: The run.
+        folder: Folder of the run's checkpoints.
+        identity: What must be the same when the run is resumed (settings, model, tasks), in plain
+            values that JSON can hold.
+    """
+    final = Path(folder) / f"step-{run.progress.step:06d}"
+    temporary = final.with_name(f"{final.name}.tmp-{os.getpid()}")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    dist_checkpointing.save(_sharded_state(run, is_loading=False), str(temporary))
+    record = {
+        "format": _FORMAT,
+        "format_version": _FORMAT_VERSION,
+        "identity": dict(identity),
+        "progress": asdict(run.progress),
+        "quantizer_settings": _settings_record(run.engine.settings),
+        "files": {name: _file_record(temporary / name) for name in _files(temporary)},
+    }
+    with (temporary / _RUN_FILE).open("w", encoding="utf-8") as file:
+        json.dump(record, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    if final.exists():  # A run that was resumed from an earlier step comes by here again.
+        shutil.rmtree(final)
+    os.replace(temporary, final)
+    return final
+
+
+def latest(folder: str | Path) -> Path:
+    """Gives the complete checkpoint of the latest step.
+
+    Raises:
+        ValueError: The folder has none.
+    """
+    found = [
+        path
+        for path in (Path(folder).iterdir() if Path(folder).is_dir() else ())
+        if re.fullmatch(r"step-\d{6,}", path.name)
+    ]
+    if not found:
+        raise ValueError(f"{folder} has no checkpoint (a folder step-...); start without resuming")
+    return max(found, key=lambda path: int(path.name.removeprefix("step-")))
+
+
+def resume(run: RlRun, checkpoint: str | Path, *, identity: Mapping[str, Any]) -> None:
+    """Brings a run that was just built to the state of a checkpoint.
+
+    The engine takes the saved scales, and the saved weights are pushed again; later steps then
+    equal those of a run that was never stopped.
+
+    Args:
+        run: A run that was just built, with the same settings.
+        checkpoint: Folder of one checkpoint.
+        identity: See `save`.
+
+    Raises:
+        ValueError: The checkpoint is truncated or of something else, or its run was another one.
+    """
+    checkpoint = Path(checkpoint)
+    record = _verified_record(checkpoint)
+    for name in sorted(record["identity"].keys() | dict(identity).keys()):
+        saved, own = record["identity"].get(name), _plain(identity.get(name))
+        if saved != own:
+            raise ValueError(
+                f"{checkpoint} is of another run: {name} was {saved!r}, now it is {own!r}; resume "
+                "with the settings of the run that was saved"
+            )
+    state: Any = dist_checkpointing.load(_sharded_state(run, is_loading=True), str(checkpoint))
+    run.model.load_state_dict(state["model"])
+    run.optimizer.load_state_dict(state["optimizer"])
+    torch.set_rng_state(state["random_states"]["torch"])
+    _random_tracker().set_states(state["random_states"]["tracker"])
+    run.progress = Progress(**record["progress"])
+    settings = _settings_from(record["quantizer_settings"])
+    if settings is not None:
+        run.engine.use_settings(settings)
+        use_settings_of_engine(run)
+    run.push_weights(run.progress.policy_version)
+
+
+def _sharded_state(run: RlRun, *, is_loading: bool) -> dict[str, Any]:
+    model = run.model.sharded_state_dict()
+    return {
+        "model": model,
+        "optimizer": run.optimizer.sharded_state_dict(model, is_loading=is_loading),
+        "random_states": {
+            "torch": torch.get_rng_state(),
+            "tracker": _random_tracker().get_states(),
+        },
+    }
+
+
+def _random_tracker() -> Any:
+    tracker = get_cuda_rng_tracker()
+    assert tracker is not None, "Megatron's parallel state is initialised before a run is built"
+    return tracker
+
+
+def _verified_record(checkpoint: Path) -> dict[str, Any]:
+    path = checkpoint / _RUN_FILE
+    if not path.is_file():
+        raise ValueError(f"{checkpoint} is no RL checkpoint: it has no {_RUN_FILE}")
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f"{path} is truncated or damaged ({error}); use an earlier step"
+        ) from error
+    found = (record.get("format"), record.get("format_version")) if isinstance(record, dict) else ()
+    if found != (_FORMAT, _FORMAT_VERSION):
+        raise ValueError(
+            f"{path} must say {(_FORMAT, _FORMAT_VERSION)}; got {found}; it is of another program "
+            "or version"
+        )
+    for name, expected in record["files"].items():
+        file = checkpoint / name
+        got = _file_record(file) if file.is_file() else "no such file"
+        if got != expected:
+            raise ValueError(
+                f"{file} is truncated or damaged: expected {expected}, got {got}; use an earlier "
+                "step"
+            )
+    return record
+
+
+def _files(folder: Path) -> list[str]:
+    return sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
+
+
+def _file_record(path: Path) -> dict[str, Any]:
+    with path.open("rb") as file:
+        return {
+            "num_bytes": path.stat().st_size,
+            "sha256": hashlib.file_digest(file, "sha256").hexdigest(),
+        }
+
+
+def _plain(value: Any) -> Any:
+    """Gives a value as it looks after JSON."""
+    return json.loads(json.dumps(value))
+
+
+def _settings_record(settings: QuantizerSettings | None) -> dict[str, Any] | None:
+    if settings is None:
+        return None
+    # Hexadecimal: a scale that loses a bit gives other codes.
+    scales = [
+        [layer, str(site), float(scale).hex()]
+        for (layer, site), scale in sorted(settings.global_scales.items())
+    ]
+    return asdict(settings) | {"global_scales": scales}
+
+
+def _settings_from(record: Mapping[str, Any] | None) -> QuantizerSettings | None:
+    if record is None:
+        return None
+    scales = {
+        (layer, Site(site)): float.fromhex(scale) for layer, site, scale in record["global_scales"]
+    }
+    values: dict[str, Any] = {**record, "global_scales": scales}
+    return QuantizerSettings(**values)

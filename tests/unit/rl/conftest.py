@@ -1,0 +1,86 @@
+"""Tiny RL runs: two decoder layers, ten problems with one-character answers."""
+
+import pytest
+import torch
+
+from megatron_trace.config import TraceConfig
+from megatron_trace.models.hybrid import HybridModules, build_hybrid_model
+from megatron_trace.rl.optimizer import OptimizerSettings
+from megatron_trace.rl.run import RunSettings, build_run, calibration_batches, start
+from megatron_trace.rl.tasks import CharTokenizer, TaskItem
+from megatron_trace.rl.warm_start import WarmStartSettings, warm_start
+from megatron_trace.testing.single_process import single_process, tiny_moe_config
+
+PATTERN = "*E*E"
+CONTEXT = 16
+ITEMS = [
+    TaskItem(f"{n}+{n}=", str(2 * n % 10), "chain_sum", {"answer": str(2 * n % 10)})
+    for n in range(10)
+]
+TOKENIZER = CharTokenizer.of_tasks(ITEMS)
+
+
+@pytest.fixture(scope="session")
+def one_process():
+    """Megatron's parallel state for one rank, for all tests that build a model."""
+    with single_process(seed=0):
+        yield
+
+
+@pytest.fixture(scope="session")
+def weights(one_process):
+    """Weights that answer some problems right: samples of a group differ in reward."""
+    torch.manual_seed(0)
+    model = build_hybrid_model(
+        tiny_moe_config(PATTERN),
+        pattern=PATTERN,
+        vocab_size=TOKENIZER.vocab_size,
+        max_sequence_length=CONTEXT,
+        modules=HybridModules(),
+    )
+    settings = WarmStartSettings(steps=12, batch_size=16, learning_rate=5e-3, warmup_steps=2)
+    warm_start(model, ITEMS, TOKENIZER, settings, progress=False)
+    return {name: value.detach().clone() for name, value in model.named_parameters()}
+
+
+@pytest.fixture
+def build(one_process):
+    """Builds a run that has no weights yet."""
+
+    def build(method="trace", **changes):
+        trace = TraceConfig(
+            method=method,
+            hint_layers="all",
+            diagnostic_share=0.0 if method == "bf16" else 0.5,
+        )
+        settings = {
+            "trace": trace,
+            "optimizer": OptimizerSettings(learning_rate=1e-3),
+            "prompts_per_step": 4,
+            "samples_per_prompt": 4,
+            "micro_batch_samples": 8,
+            "max_response_tokens": 3,
+            "context": CONTEXT,
+            "max_requests": 16,
+        }
+        return build_run(
+            RunSettings(**(settings | changes)),
+            tiny_moe_config(PATTERN),
+            pattern=PATTERN,
+            items=ITEMS,
+            tokenizer=TOKENIZER,
+        )
+
+    return build
+
+
+@pytest.fixture
+def started(build, weights):
+    """Builds a run and gives it the warm-started weights."""
+
+    def started(method="trace", **changes):
+        run = build(method, **changes)
+        start(run, weights, calibration_batches(ITEMS, TOKENIZER, num_samples=10))
+        return run
+
+    return started

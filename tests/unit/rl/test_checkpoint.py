@@ -1,0 +1,125 @@
+"""Save and resume of RL runs."""
+
+import json
+
+import pytest
+import torch
+
+from megatron_trace.rl import checkpoint
+from megatron_trace.rl.step import rl_step
+
+IDENTITY = {"method": "trace", "seed": 0, "sites": ("fc1", "k")}
+
+
+def comparable(metrics):
+    return {**metrics, "seconds": None}
+
+
+@pytest.fixture
+def saved(started, tmp_path):
+    """The path of a checkpoint after one step."""
+    run = started("trace")
+    rl_step(run)
+    return checkpoint.save(run, tmp_path, identity=IDENTITY)
+
+
+@pytest.mark.parametrize(
+    ("method", "trainer_dtype"), [("bf16", "bf16"), ("trace", "bf16"), ("trace", "fp32")]
+)
+def test_two_and_two_steps_equal_four(build, started, tmp_path, method, trainer_dtype):
+    through = started(method, trainer_dtype=trainer_dtype)
+    metrics = [comparable(rl_step(through)) for _ in range(4)]
+
+    first = started(method, trainer_dtype=trainer_dtype)
+    for _ in range(2):
+        rl_step(first)
+    path = checkpoint.save(first, tmp_path, identity=IDENTITY)
+
+    second = build(method, trainer_dtype=trainer_dtype)
+    torch.manual_seed(99)
+    checkpoint.resume(second, path, identity=IDENTITY)
+    assert [comparable(rl_step(second)) for _ in range(2)] == metrics[2:]
+    assert second.progress == through.progress
+    for name, value in through.named_weights().items():
+        assert torch.equal(value, second.named_weights()[name]), name
+
+
+def test_only_the_checkpoint_is_left_in_the_folder(saved):
+    assert [path.name for path in saved.parent.iterdir()] == ["step-000001"]
+
+
+def test_saving_a_step_again_replaces_it(saved, started):
+    run = started("trace")
+    rl_step(run)
+    assert checkpoint.save(run, saved.parent, identity=IDENTITY) == saved
+    assert checkpoint.latest(saved.parent) == saved
+
+
+def test_random_states_are_resumed(saved, build):
+    torch.manual_seed(5)
+    run = build("trace")
+    checkpoint.resume(run, saved, identity=IDENTITY)
+    first = torch.rand(3)
+    checkpoint.resume(run, saved, identity=IDENTITY)
+    assert torch.equal(torch.rand(3), first)
+
+
+def test_latest_is_the_highest_step_that_is_complete(tmp_path):
+    for name in ("step-000009", "step-000010", "step-1000000", "step-9999999.tmp-1", "other"):
+        (tmp_path / name).mkdir()
+    assert checkpoint.latest(tmp_path).name == "step-1000000"
+
+
+@pytest.mark.parametrize("exists", [True, False])
+def test_folder_without_checkpoint_raises(tmp_path, exists):
+    folder = tmp_path if exists else tmp_path / "none"
+    with pytest.raises(ValueError, match="has no checkpoint"):
+        checkpoint.latest(folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"seed": 1}, "seed was 0, now it is 1"),
+        ({"extra": 2}, "extra was None, now it is 2"),
+        ({"method": "qat"}, "method was 'trace', now it is 'qat'"),
+    ],
+)
+def test_checkpoint_of_another_run_is_refused(saved, change, message):
+    with pytest.raises(ValueError, match=f"is of another run: {message}"):
+        checkpoint.resume(None, saved, identity=IDENTITY | change)
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[:-7])
+
+
+def flip_a_bit(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("damage", [cut, flip_a_bit, lambda path: path.unlink()])
+def test_damaged_tensors_are_named(saved, damage):
+    damage(next(saved.glob("*.distcp")))
+    with pytest.raises(ValueError, match=r"\.distcp is truncated or damaged: expected"):
+        checkpoint.resume(None, saved, identity=IDENTITY)
+
+
+def test_truncated_record_is_named(saved):
+    cut(saved / "run.json")
+    with pytest.raises(ValueError, match=r"run\.json is truncated or damaged"):
+        checkpoint.resume(None, saved, identity=IDENTITY)
+
+
+@pytest.mark.parametrize("content", ["[]", "{}", json.dumps({"format": "other"})])
+def test_record_of_another_program_is_refused(tmp_path, content):
+    (tmp_path / "run.json").write_text(content)
+    with pytest.raises(ValueError, match="it is of another program or version"):
+        checkpoint.resume(None, tmp_path, identity=IDENTITY)
+
+
+def test_folder_of_something_else_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"is no RL checkpoint: it has no run\.json"):
+        checkpoint.resume(None, tmp_path, identity=IDENTITY)

@@ -1,0 +1,43 @@
+"""Metrics files."""
+
+import pytest
+
+from megatron_trace.rl.metrics_log import MetricsLog, read_metrics
+
+
+def log_steps(path, *steps, first_step=0):
+    log = MetricsLog(path, first_step=first_step)
+    for step in steps:
+        log.append({"step": step, "gap": {"mean": step / 2}})
+
+
+def test_one_line_per_step(tmp_path):
+    log_steps(tmp_path / "new" / "m.jsonl", 0, 1)
+    assert (tmp_path / "new" / "m.jsonl").read_text() == (
+        '{"step": 0, "gap": {"mean": 0.0}}\n{"step": 1, "gap": {"mean": 0.5}}\n'
+    )
+
+
+def test_resumed_run_replaces_later_steps_and_the_cut_line(tmp_path):
+    path = tmp_path / "m.jsonl"
+    log_steps(path, 0, 1, 2)
+    with path.open("a") as file:
+        file.write('{"step": 3, "ga')
+    log_steps(path, 1, first_step=1)
+    assert [record["step"] for record in read_metrics(path)] == [0, 1]
+
+
+def test_new_run_starts_a_new_file(tmp_path):
+    log_steps(tmp_path / "m.jsonl", 0, 1)
+    log_steps(tmp_path / "m.jsonl", 0)
+    assert [record["step"] for record in read_metrics(tmp_path / "m.jsonl")] == [0]
+
+
+def test_file_of_another_run_is_refused(tmp_path):
+    log_steps(tmp_path / "m.jsonl", 0)
+    with pytest.raises(ValueError, match=r"must hold the steps 0 to 2 .* it holds \[0\]"):
+        MetricsLog(tmp_path / "m.jsonl", first_step=3)
+
+
+def test_missing_file_has_no_records(tmp_path):
+    assert read_metrics(tmp_path / "none.jsonl") == []

@@ -1,0 +1,162 @@
+"""The RL step on real parts: Megatron's engine, modules and optimizer, ModelOpt's quantisers."""
+
+import pytest
+import torch
+
+from megatron_trace.hints.types import Site
+from megatron_trace.rl.run import evaluate
+from megatron_trace.rl.step import rl_step
+
+METHODS = ["bf16", "qat", "trace"]
+
+
+def weights_of(run):
+    return {name: value.clone() for name, value in run.named_weights().items()}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_step_trains_and_pushes(started, method):
+    run = started(method)
+    before = weights_of(run)
+    metrics = rl_step(run)
+    assert metrics["groups_with_spread"] > 0, "the fixture must give mixed rewards"
+    assert metrics["grad_norm"] > 0
+    assert any(not torch.equal(value, before[name]) for name, value in weights_of(run).items())
+    assert (run.progress.step, run.progress.policy_version, run.progress.prompt_cursor) == (1, 1, 4)
+    assert metrics["policy_version"] == 0
+    assert rl_step(run)["policy_version"] == 1
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_quantisers_run_where_the_method_says(started, method):
+    run = started(method)
+    sites = rl_step(run)["quantisers"]["sites"]
+    if method == "bf16":
+        assert sites == {}
+        return
+    assert sites.keys() == {str(site) for site in Site}
+    assert all(counts["calls"] > 0 for counts in sites.values())
+    guided = {site for site, counts in sites.items() if counts["coverage"] == 1.0}
+    assert guided == ({"fc1", "k", "v"} if method == "trace" else set())
+
+
+def test_hints_expire_after_the_step(started):
+    run = started("trace")
+    metrics = rl_step(run)
+    # fc1: 128 bits and 8 scale bytes; K and V: 64 bits and 4 bytes each; two layers.
+    assert metrics["hint_bytes_per_token"] == 2 * (24 + 12 + 12)
+    assert len(run.store) == 0
+
+
+def test_kv_cache_takes_a_quarter_and_scales(started):
+    metrics = rl_step(started("qat"))
+    # 2 layers x (K, V) x 2 heads x 32 values: 2 bytes each, or half a byte and 1/16 of a scale.
+    assert metrics["kv_bytes_per_token_bf16"] == 512
+    assert metrics["kv_bytes_per_token"] == 144
+
+
+def test_every_mismatch_under_guidance_is_explained(started):
+    mismatch = rl_step(started("trace"))["quantisers"]["code_mismatch"]
+    assert mismatch.keys() == {"fc1", "k", "v"}
+    for counts in mismatch.values():
+        assert counts["guided_values"] > 0
+        assert counts["unexplained"] == 0
+
+
+def test_same_seed_gives_the_same_run(started):
+    first, second = started("trace"), started("trace")
+    for _ in range(2):
+        a, b = rl_step(first), rl_step(second)
+        assert {**a, "seconds": None} == {**b, "seconds": None}
+    for name, value in first.named_weights().items():
+        assert torch.equal(value, second.named_weights()[name]), name
+
+
+def test_other_seed_gives_other_samples(started):
+    assert rl_step(started("bf16"))["gap"] != rl_step(started("bf16", seed=1))["gap"]
+
+
+@pytest.mark.parametrize("micro_batch_samples", [16, 5])
+def test_size_of_micro_batches_does_not_matter(started, micro_batch_samples):
+    reference, other = started("trace"), started("trace", micro_batch_samples=micro_batch_samples)
+    a, b = rl_step(reference), rl_step(other)
+    assert a["reward"] == b["reward"]
+    # Sums in another order; measured: loss 3e-8, gradient norm 4e-5 relative.
+    assert b["loss"] == pytest.approx(a["loss"], abs=1e-5)
+    assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=1e-3)
+
+
+def test_one_update_never_clips(started):
+    metrics = rl_step(started("trace"))
+    assert metrics["clipped_share"] == 0.0
+    assert metrics["kl_old"] == 0.0
+
+
+def test_later_updates_are_compared_with_the_policy_before_the_step(started):
+    run = started("trace", updates_per_rollout=2)
+    metrics = rl_step(run)
+    assert metrics["kl_old"] > 0.0
+    assert run.progress.policy_version == 1
+
+
+def test_fp32_trainer_agrees_on_the_expert_weights(started):
+    run = started("trace", trainer_dtype="fp32")
+    rl_step(run)  # pushes, and compares the digests
+    assert run.progress.policy_version == 1
+
+
+@pytest.mark.parametrize("trainer_dtype", ["bf16", "fp32"])
+def test_bf16_engine_holds_the_trainers_weights(started, trainer_dtype):
+    run = started("bf16", trainer_dtype=trainer_dtype)
+    rl_step(run)
+    own = run.named_weights()
+    for name, value in run.engine.model.named_parameters():
+        assert torch.equal(value, own[name].to(torch.bfloat16)), name
+
+
+def test_push_of_other_weights_is_noticed(started, monkeypatch):
+    run = started("trace")
+    push = run.engine.push_weights
+
+    def push_scaled(named, policy_version):
+        return push({name: value * 1.5 for name, value in named.items()}, policy_version)
+
+    monkeypatch.setattr(run.engine, "push_weights", push_scaled)
+    with pytest.raises(RuntimeError, match="policy version 1 the engine's weights have digest"):
+        rl_step(run)
+
+
+def test_gradients_that_are_not_finite_stop_the_run(started, monkeypatch):
+    run = started("bf16")
+    monkeypatch.setattr(run.optimizer, "step", lambda: (True, float("nan"), None))
+    with pytest.raises(RuntimeError, match="step 0: the gradients must be finite; got norm nan"):
+        rl_step(run)
+
+
+def test_evaluation_changes_nothing(started, weights):
+    run = started("trace")
+    accuracy = evaluate(run, run.items)
+    assert 0.0 <= accuracy <= 1.0
+    assert evaluate(run, run.items) == accuracy
+    assert len(run.store) == 0
+    assert rl_step(run)["gap"] == rl_step(started("trace"))["gap"]
+
+
+def test_prompt_longer_than_the_context_is_refused(build):
+    with pytest.raises(ValueError, match="do not fit into the context of 6 tokens"):
+        build("bf16", context=6)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"samples_per_prompt": 1}, "samples_per_prompt must be >= 2"),
+        ({"micro_batch_samples": 0}, "micro_batch_samples must be >= 1"),
+        ({"updates_per_rollout": 3}, "multiple of updates_per_rollout=3"),
+        ({"trainer_dtype": "fp16"}, "trainer_dtype must be bf16 or fp32"),
+        ({"prompts_per_step": 11}, "takes 11 distinct prompts, but there are 10"),
+    ],
+)
+def test_bad_settings_raise(started, change, message):
+    with pytest.raises(ValueError, match=message):
+        rl_step(started("bf16", **change))
