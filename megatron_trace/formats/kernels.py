@@ -7,7 +7,7 @@ thread. A program handles several tiles, and loads all of them first.
 How the rules of `reference` are met:
 * Rounding to the ladder is one addition of a bias, as there. The biased sum holds the parity of the
   code in its lowest bit.
-* Divisions that decide a rounding are right for every divisor: `_quotient` says how.
+* Divisions that decide a rounding are right for every divisor: `quotient` says how.
 * Casts to and from E4M3 are arithmetic, so that Triton's interpreter agrees: its own cast loses the
   carry of the mantissa, and does not know NaN. Its cast to BF16 truncates, unlike that of a GPU.
 """
@@ -178,7 +178,7 @@ def guided(
     return y
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_octets"])
 def _rtn_kernel(
     x_ptr,
     y_ptr,
@@ -215,7 +215,7 @@ def _rtn_tiles(
         _store_tile(y_ptr, y.to(ROUNDED), num_octets, tile, T, TILES)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_octets"])
 def _rtn_record_kernel(
     x_ptr,
     y_ptr,
@@ -281,7 +281,7 @@ def _rtn_record_tiles(
         tl.store(scale_bytes_ptr + octets // 2, byte, mask=mask & (octets % 2 == 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_octets"])
 def _guided_kernel(
     x_ptr,
     hint_ptr,
@@ -336,7 +336,7 @@ def _guided_tiles(
         magnitude = (x_bits & tl.where(zero, 0, 0x7FFFFFFF)).to(tl.float32, bitcast=True)
         # From 4 on the candidates are 4 and 6, so that 5 may stand for all values beyond.
         a = tl.minimum(magnitude, effective * 5.0, propagate_nan=tl.PropagateNan.ALL)
-        a = _quotient(a, effective, FMA)
+        a = quotient(a, effective, FMA)
         lower, upper, power = _candidates(a, FMA)
         column = tl.arange(0, 8)[None, :]
         lower_bits = lower.to(tl.int32, bitcast=True)
@@ -372,7 +372,7 @@ def _round(x, global_scale, FMA: tl.constexpr):
     effective = block_scale * global_scale
     zero = (amax == 0) | (effective == 0)
     effective = tl.where(zero, 0.0, effective)
-    a = _quotient(magnitude, effective, FMA)
+    a = quotient(magnitude, effective, FMA)
     # Not tl.minimum: a NaN is to become 6, in the interpreter too.
     nearest, biased, power = _round_to_ladder(tl.where(a < 6.0, a, 6.0))
     return nearest, biased, power, effective, zero, tl.where(zero, 0, byte)
@@ -385,7 +385,7 @@ def _block_scale(amax, global_scale, FMA: tl.constexpr):
     if FMA:
         # An infinite quotient would become NaN.
         amax = tl.minimum(amax, divisor * 512.0, propagate_nan=tl.PropagateNan.ALL)
-    scale = _quotient(amax, divisor, FMA)
+    scale = quotient(amax, divisor, FMA)
     scale = tl.minimum(scale, 448.0, propagate_nan=tl.PropagateNan.ALL)
     scale = tl.maximum(scale, 0.001953125, propagate_nan=tl.PropagateNan.ALL)
     exponent = scale.to(tl.int32, bitcast=True) & _EXPONENT_MASK
@@ -442,7 +442,7 @@ def _power(a):
 
 
 @triton.jit
-def _quotient(a, divisor, FMA: tl.constexpr):
+def quotient(a, divisor, FMA: tl.constexpr):
     """Gives a / divisor, correctly rounded where that decides a code or a scale byte.
 
     Args:
@@ -473,7 +473,7 @@ def _reciprocal(divisor):
 
 @triton.jit
 def _is_moderate(global_scale):
-    """Says whether no product or rest of `_quotient` can underflow or overflow."""
+    """Says whether no product or rest of `quotient` can underflow or overflow."""
     return (global_scale > 1e-27) & (global_scale < 1e27)
 
 

@@ -1,0 +1,83 @@
+"""The Triton kernels of NVFP4 against their specification, for tests and tools/bench_formats.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from megatron_trace.formats import kernels, reference
+from megatron_trace.testing.assertions import assert_same_bytes
+
+
+def assert_kernels_equal_reference(
+    x: torch.Tensor,
+    global_scale: torch.Tensor | float,
+    *,
+    trainer_x: torch.Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    launch: kernels.Launch | None = None,
+    reference_device: torch.device | str = "cpu",
+    what: str = "",
+    truncates: bool = False,
+) -> None:
+    """Asserts equal bytes of rtn, rtn_record and guided, with 1 and 4 bits.
+
+    Args:
+        x: float [..., K] where the kernels run: the rollout's values.
+        global_scale: Decode-side scale.
+        trainer_x: Values to guide; None is 1.02 x. They are guided by the hints of x, and by
+            random bytes.
+        dtype: dtype in which the dequantised values are rounded.
+        launch: Tiles and warps; None is each kernel's own.
+        reference_device: Where the reference runs.
+        what: Name of the input in the messages.
+        truncates: Whether the kernels' cast to BF16 truncates, as Triton's interpreter's does.
+
+    Raises:
+        AssertionError: Something differs; names it, and the first place.
+    """
+    trainer_x = x * 1.02 if trainer_x is None else trainer_x
+    options = {} if launch is None else {"launch": launch}
+    scale = torch.as_tensor(global_scale, dtype=torch.float32)
+
+    def specified(function: Callable, values: torch.Tensor, *tensors: torch.Tensor, **settings):
+        arguments = [tensor.to(reference_device) for tensor in (values, *tensors, scale)]
+        if not truncates:
+            return function(*arguments, **settings, dtype=dtype)
+        arguments[0] = arguments[0].float()
+        got = function(*arguments, **settings)
+        y = _truncated(got if isinstance(got, torch.Tensor) else got[0], dtype or x.dtype)
+        y = y.to(x.dtype)
+        return y if isinstance(got, torch.Tensor) else (y, *got[1:])
+
+    def check(got: torch.Tensor, expected: torch.Tensor, name: str) -> None:
+        # The payload of a NaN that was computed is the processor's own.
+        assert_same_bytes(got.to(expected.device), expected, f"{what} {name}", any_nan=True)
+
+    check(kernels.rtn(x, scale, dtype=dtype, **options), specified(reference.rtn, x), "rtn")
+    generator = torch.Generator(x.device).manual_seed(0)
+    for num_bits in (1, 4):
+        got = kernels.rtn_record(x, scale, num_bits=num_bits, dtype=dtype, **options)
+        expected = specified(reference.rtn_record, x, num_bits=num_bits)
+        for name, *pair in zip(("y", "hint", "scale bytes"), got, expected, strict=True):
+            check(*pair, f"rtn_record, {num_bits} bit, {name}")
+        _, hint, scale_bytes = got
+        other = torch.randint(
+            0, 256, hint.shape, dtype=torch.uint8, device=x.device, generator=generator
+        )
+        for name, payload in (("its hints", hint), ("random hints", other)):
+            y = kernels.guided(
+                trainer_x, payload, scale_bytes, scale, num_bits=num_bits, dtype=dtype, **options
+            )
+            expected_y = specified(
+                reference.guided, trainer_x, payload, scale_bytes, num_bits=num_bits
+            )
+            check(y, expected_y, f"guided, {num_bits} bit, {name}")
+
+
+def _truncated(y: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Gives FP32 y in dtype, but BF16 by dropping the low bits, keeping NaN."""
+    if dtype != torch.bfloat16:
+        return y.to(dtype)
+    return (y.view(torch.int32) & -65536).view(torch.float32).to(torch.bfloat16)

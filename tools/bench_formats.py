@@ -1,0 +1,304 @@
+"""Checks the NVFP4 kernels against their reference on a GPU, and measures their bandwidth.
+
+Three checks, each of which ends the program with an error when one byte differs:
+* every hard input, in FP32, BF16 and FP16;
+* random values of several distributions, 100 million of them by default, in FP32 and BF16;
+* the kernels' division, for all 2^23 mantissas of a divisor, beside each boundary of E2M1 and E4M3.
+
+Then the bandwidth of each kernel beside a device copy and ModelOpt's `fp4_fake_quant_block`, over
+inputs that no cache holds. Needs torch, triton, and for the last row ModelOpt.
+
+    python tools/bench_formats.py --out formats.json
+    python tools/bench_formats.py --sweep        # also the tiles and warps to choose from
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+import triton
+import triton.language as tl
+from triton.testing import do_bench
+
+from megatron_trace.formats import E2M1_VALUES, kernels
+from megatron_trace.formats.kernels import Launch
+from megatron_trace.testing.hard_inputs import MIDPOINTS, hard_inputs
+from megatron_trace.testing.kernel_equality import assert_kernels_equal_reference
+
+GLOBAL_SCALE = 0.002
+COLUMNS = 4096
+SWEEP = [Launch(tiles, warps) for tiles, warps in itertools.product((1, 2, 4, 8), (2, 4, 8))]
+# Between two E4M3 values lies a fraction of sixteen; other binades divide alike.
+E4M3_BOUNDARIES = tuple(1 + sixteenth / 16 for sixteenth in range(16))
+NUM_MANTISSAS = 1 << 23
+
+
+def main() -> None:
+    """Runs the checks, then the measurements, and prints a table of the latter last."""
+    arguments = _arguments()
+    torch.manual_seed(arguments.seed)
+    report: dict = {"device": torch.cuda.get_device_name(), "triton": triton.__version__}
+    report["hard_inputs"] = check_hard_inputs()
+    report["random_values"] = check_random_values(arguments.values)
+    report["divisions"] = check_divisions()
+    report["bandwidth"] = measure_bandwidth(arguments.megabytes, arguments.sweep)
+    report["launch_us"] = measure_launch()
+    if arguments.out:
+        arguments.out.write_text(json.dumps(report, indent=1) + "\n")
+    print_report(report)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--values", type=int, default=100_000_000, help="random values to compare")
+    parser.add_argument("--megabytes", type=int, default=512, help="size of each measured input")
+    parser.add_argument("--sweep", action="store_true", help="measure every tile and warp count")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, help="file of the report, JSON")
+    return parser.parse_args()
+
+
+def check_hard_inputs() -> int:
+    """Compares every kernel on every hard input with the reference on the CPU; gives how many."""
+    num_inputs = 0
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for case in hard_inputs(dtype, "cuda"):
+            for rounded_to in (None, torch.bfloat16):
+                for launch in (None, Launch(1, 1)):
+                    assert_kernels_equal_reference(
+                        case.x,
+                        case.global_scale,
+                        dtype=rounded_to,
+                        launch=launch,
+                        what=f"{case.name} {dtype} rounded to {rounded_to}",
+                    )
+            num_inputs += 1
+    return num_inputs
+
+
+def check_random_values(num_values: int) -> dict[str, int]:
+    """Compares every kernel on random values with the reference on the GPU; gives values each."""
+    counts = {}
+    cases = list(itertools.product(_DISTRIBUTIONS.items(), (torch.bfloat16, torch.float32)))
+    for (name, make), dtype in cases:
+        todo = -(-num_values // len(cases))
+        counts[f"{name} {dtype}"] = 0
+        while todo > 0:
+            rows = min(4096, -(-todo // COLUMNS))
+            global_scale = (torch.rand((), device="cuda") * 10 - 8).exp()
+            x = make(rows, global_scale).to(dtype)
+            noise = 1 + 0.01 * torch.randn(rows, COLUMNS, device="cuda")
+            assert_kernels_equal_reference(
+                x,
+                global_scale,
+                trainer_x=(x * noise).to(dtype),
+                dtype=torch.bfloat16,
+                reference_device="cuda",
+                what=f"{name} {dtype}",
+            )
+            counts[f"{name} {dtype}"] += x.numel()
+            todo -= x.numel()
+    return counts
+
+
+def _normal(rows: int, global_scale: torch.Tensor) -> torch.Tensor:
+    return torch.randn(rows, COLUMNS, device="cuda")
+
+
+def _heavy_tails(rows: int, global_scale: torch.Tensor) -> torch.Tensor:
+    return _normal(rows, global_scale) / torch.rand(rows, COLUMNS, device="cuda").clamp_min(1e-4)
+
+
+def _lognormal_blocks(rows: int, global_scale: torch.Tensor) -> torch.Tensor:
+    scales = (4 * torch.randn(rows, COLUMNS // 16, 1, device="cuda")).exp()
+    return (_normal(rows, global_scale).unflatten(1, (-1, 16)) * scales).flatten(1)
+
+
+def _beside_boundaries(rows: int, global_scale: torch.Tensor) -> torch.Tensor:
+    """Gives products of boundaries and scales that the kernels will choose, give or take 2 ulp."""
+    boundaries = torch.tensor((*MIDPOINTS, *E2M1_VALUES, -0.0), device="cuda")
+    choice = torch.randint(len(boundaries), (rows, COLUMNS // 16, 16), device="cuda")
+    values = boundaries[choice]
+    values[..., 0] = 6.0
+    scales = torch.randint(0x20, 0x7E, (rows, COLUMNS // 16, 1), device="cuda", dtype=torch.uint8)
+    values *= scales.view(torch.float8_e4m3fn).float() * global_scale
+    ulps = torch.randint(-2, 3, values.shape, device="cuda", dtype=torch.int32)
+    # Below 0 there is no neighbour of the same sign, and a NaN would take its block with it.
+    ulps *= values != 0
+    ulps[..., 0] = 0
+    values = (values.view(torch.int32) + ulps).view(torch.float32)
+    signs = torch.randint(0, 2, values.shape, device="cuda") * 2.0 - 1
+    return (values * signs).flatten(1)
+
+
+def _bits(rows: int, global_scale: torch.Tensor) -> torch.Tensor:
+    """Gives every bit pattern alike: all magnitudes, NaN, Inf, denormal numbers."""
+    bits = torch.randint(-(2**31), 2**31, (rows, COLUMNS), device="cuda")
+    return bits.to(torch.int32).view(torch.float32)
+
+
+_DISTRIBUTIONS: dict[str, Callable[[int, torch.Tensor], torch.Tensor]] = {
+    "normal": _normal,
+    "heavy tails": _heavy_tails,
+    "lognormal blocks": _lognormal_blocks,
+    "beside boundaries": _beside_boundaries,
+    "any bits": _bits,
+}
+
+
+@triton.jit
+def _division_kernel(boundaries_ptr, wrong_ptr, NEIGHBOURS: tl.constexpr, N: tl.constexpr):
+    mantissa = tl.program_id(0) * N + tl.arange(0, N)
+    divisor = (mantissa | (127 << 23)).to(tl.float32, bitcast=True)
+    boundary = tl.load(boundaries_ptr + tl.program_id(1))
+    product = (divisor * boundary).to(tl.int32, bitcast=True)
+    wrong = tl.zeros((N,), tl.int32)
+    for neighbour in tl.static_range(-NEIGHBOURS, NEIGHBOURS + 1):
+        a = (product + neighbour).to(tl.float32, bitcast=True)
+        expected = tl.div_rn(a, divisor)
+        got = kernels.quotient(a, divisor, True)
+        agree = ((got < boundary) == (expected < boundary)) & (
+            (got > boundary) == (expected > boundary)
+        )
+        wrong += tl.where(agree, 0, 1)
+    tl.atomic_add(wrong_ptr, tl.sum(wrong))
+
+
+def check_divisions() -> dict[str, int]:
+    """Compares the side of each boundary that the fast and the exact quotient lie on."""
+    boundaries = (*MIDPOINTS, *E2M1_VALUES[1:], *E4M3_BOUNDARIES)
+    boundaries = torch.tensor(boundaries, device="cuda")
+    wrong = torch.zeros((), dtype=torch.int32, device="cuda")
+    grid = (NUM_MANTISSAS // 1024, boundaries.numel())
+    _division_kernel[grid](boundaries, wrong, NEIGHBOURS=4, N=1024)
+    if wrong.item():
+        raise AssertionError(f"{wrong.item()} quotients lie on the wrong side of a boundary")
+    return {"divisors": NUM_MANTISSAS, "boundaries": boundaries.numel(), "neighbours": 9}
+
+
+def measure_bandwidth(megabytes: int, sweep: bool) -> dict[str, dict]:
+    """Gives TB/s of each kernel, and its share of the copy's in the same run."""
+    return {
+        str(dtype).removeprefix("torch."): _measure_dtype(dtype, megabytes, sweep)
+        for dtype in (torch.bfloat16, torch.float32)
+    }
+
+
+def _measure_dtype(dtype: torch.dtype, megabytes: int, sweep: bool) -> dict:
+    size = dtype.itemsize
+    rows = megabytes * 2**20 // (COLUMNS * size)
+    inputs = [torch.randn(rows, COLUMNS, device="cuda").to(dtype) for _ in range(3)]
+    rotating = itertools.cycle(inputs)
+    num_values = inputs[0].numel()
+    out = torch.empty_like(inputs[0])
+    scale = torch.tensor(GLOBAL_SCALE, device="cuda")
+    hints = {bits: kernels.rtn_record(inputs[0], scale, num_bits=bits)[1:] for bits in (1, 4)}
+
+    def rate(bytes_per_value: float, call: Callable[[], object]) -> float:
+        milliseconds = do_bench(call, warmup=50, rep=300, return_mode="median")
+        return bytes_per_value * num_values / milliseconds / 1e9
+
+    def copy() -> None:
+        out.copy_(next(rotating))
+
+    results: dict = {"copy": {"TB/s": rate(2 * size, copy)}}
+    for name, bytes_per_value, call in _kernel_calls(rotating, scale, hints, size):
+        rates = {"chosen": rate(bytes_per_value, call)}
+        if sweep and dtype == torch.bfloat16:
+            for launch in SWEEP:
+                key = f"{launch.tiles} tiles, {launch.num_warps} warps"
+                rates[key] = rate(bytes_per_value, lambda c=call, la=launch: c(launch=la))
+        results[name] = {"TB/s": rates.pop("chosen"), "sweep": rates}
+    # Clocks drift: the copy before and after brackets what lies between.
+    results["copy"]["TB/s after"] = rate(2 * size, copy)
+    modelopt = _modelopt_call(rotating, scale)
+    if modelopt is not None:
+        results["ModelOpt fp4_fake_quant_block"] = {"TB/s": rate(2 * size, modelopt)}
+    reference_rate = max(results["copy"]["TB/s"], results["copy"]["TB/s after"])
+    for row in results.values():
+        row["of copy"] = row["TB/s"] / reference_rate
+    return results
+
+
+def _kernel_calls(
+    rotating: Iterator[torch.Tensor], scale: torch.Tensor, hints: dict, size: int
+) -> Iterator[tuple[str, float, Callable]]:
+    """Gives names, bytes usefully moved per value, and calls that take a launch."""
+    yield "rtn", 2 * size, lambda **kw: kernels.rtn(next(rotating), scale, **kw)
+    for bits in (1, 4):
+        moved = 2 * size + bits / 8 + 1 / 16
+
+        def record(bits: int = bits, **kw) -> object:
+            return kernels.rtn_record(next(rotating), scale, num_bits=bits, **kw)
+
+        def guide(bits: int = bits, **kw) -> object:
+            return kernels.guided(next(rotating), *hints[bits], scale, num_bits=bits, **kw)
+
+        yield f"rtn_record, {bits} bit", moved, record
+        yield f"guided, {bits} bit", moved, guide
+
+
+def _modelopt_call(rotating: Iterator[torch.Tensor], scale: torch.Tensor) -> Callable | None:
+    try:
+        from modelopt.torch.kernels.quantization.gemm.fp4_kernel_hopper import fp4_fake_quant_block
+    except ImportError as error:
+        print(f"ModelOpt is not measured: {error}")
+        return None
+    amax = scale * (6 * 448)
+    return lambda: fp4_fake_quant_block(next(rotating), amax)
+
+
+def measure_launch() -> dict[str, float]:
+    """Gives microseconds per call on 16 rows of 2048, where launching is all the cost."""
+    x = torch.randn(16, 2048, device="cuda", dtype=torch.bfloat16)
+    scale = torch.tensor(GLOBAL_SCALE, device="cuda")
+    _, hint, scale_bytes = kernels.rtn_record(x, scale, num_bits=1)
+    calls = {
+        "copy": x.clone,
+        "rtn": lambda: kernels.rtn(x, scale),
+        "rtn_record, 1 bit": lambda: kernels.rtn_record(x, scale, num_bits=1),
+        "guided, 1 bit": lambda: kernels.guided(x, hint, scale_bytes, scale, num_bits=1),
+    }
+    return {name: _microseconds(call) for name, call in calls.items()}
+
+
+def _microseconds(call: Callable[[], object], repeats: int = 1000) -> float:
+    for _ in range(10):
+        call()
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    for _ in range(repeats):
+        call()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - begin) / repeats * 1e6
+
+
+def print_report(report: dict) -> None:
+    """Prints what was checked, then the table of measurements."""
+    total = sum(report["random_values"].values())
+    print(f"{report['device']}, triton {report['triton']}")
+    print(f"equal bytes: {report['hard_inputs']} hard inputs, {total} random values")
+    print(
+        "right divisions: {divisors} divisors x {boundaries} boundaries".format(
+            **report["divisions"]
+        )
+    )
+    for dtype, results in report["bandwidth"].items():
+        for name, row in results.items():
+            line = f"{dtype:9} {name:30} {row['TB/s']:6.3f} TB/s {row['of copy']:6.3f} of copy"
+            if row.get("sweep"):
+                best = max(row["sweep"], key=row["sweep"].get)
+                line += f"   best {row['sweep'][best]:.3f} TB/s with {best}"
+            print(line)
+    for name, microseconds in report["launch_us"].items():
+        print(f"16 x 2048 {name:30} {microseconds:6.1f} us a call")
+
+
+if __name__ == "__main__":
+    main()
