@@ -46,7 +46,12 @@ def write_temporary(path: Path, write: Callable[[BinaryIO], None]) -> Path:
 
 def write_file(path: Path, content: bytes) -> None:
     """Writes a whole file, or none of it, durably."""
-    os.replace(write_temporary(path, lambda stream: _discard(stream.write(content))), path)
+    temporary = write_temporary(path, lambda stream: _discard(stream.write(content)))
+    try:
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
     sync_folder(path.parent)
 
 

@@ -21,6 +21,7 @@ from megatron_trace.hints.folder import (
     version_folder,
     version_folders,
 )
+from megatron_trace.hints.manifest import manifest_name
 from megatron_trace.hints.sample_file import Place, SampleFile, Shard
 from megatron_trace.hints.store import RecordKind
 from megatron_trace.hints.tensor_file import BytesRead, DamagedFileError
@@ -182,13 +183,9 @@ class HintFiles:
                         for place in file.places(kind):
                             file.record(kind, place)
                 except (LookupError, ValueError) as error:
-                    findings.append(
-                        Finding(
-                            FindingKind.DAMAGED,
-                            self._path(sample_id, stored.policy_version, shard),
-                            str(error),
-                        )
-                    )
+                    path = self._path(sample_id, stored.policy_version, shard)
+                    detail = str(error).removeprefix(f"{path}: ")
+                    findings.append(Finding(FindingKind.DAMAGED, path, detail))
         return tuple(findings)
 
     def _complete(self) -> Iterator[tuple[str, StoredSample]]:
@@ -219,7 +216,7 @@ class HintFiles:
             if found != expected:
                 raise DamagedFileError(
                     f"{path}: not the file that was committed: sample, policy version, shard, "
-                    f"header checksum are {found}, but the manifest says {expected}"
+                    f"header checksum are {found}, but {manifest_name(shard)} says {expected}"
                 )
             self._open_files[path] = file
             while len(self._open_files) > _MAX_OPEN_FILES:

@@ -158,7 +158,7 @@ def _scan_shard(
         if name.endswith(TEMPORARY_SUFFIX):
             _report_temporary(folder / name, collect, content)
         elif name.endswith(".hints") and name not in named:
-            _report_orphan(folder / name, collect, content)
+            _report_orphan(folder / name, path.name, collect, content)
     missing = [
         sample_id
         for sample_id, entry in manifest.entries.items()
@@ -186,7 +186,7 @@ def _report_temporary(path: Path, collect: bool, content: FolderContent) -> None
     )
 
 
-def _report_orphan(path: Path, collect: bool, content: FolderContent) -> None:
+def _report_orphan(path: Path, manifest: str, collect: bool, content: FolderContent) -> None:
     if collect:
         orphans = path.parent / ORPHANS
         orphans.mkdir(exist_ok=True)
@@ -197,7 +197,7 @@ def _report_orphan(path: Path, collect: bool, content: FolderContent) -> None:
     content.add(
         FindingKind.ORPHAN,
         path,
-        f"no manifest names it; sample {sample_id} by its name",
+        f"{manifest} does not name it; sample {sample_id} by its file name",
         f"moved to {ORPHANS}/" if collect else "",
     )
 

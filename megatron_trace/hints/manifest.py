@@ -1,9 +1,9 @@
 """The manifest of a policy version and shard: which samples are committed.
 
 A file of lines, `crc32 json`, the checksum in 8 hexadecimal digits over the JSON text. The first
-line says whose manifest it is; each later line commits or drops one sample, and the last one about
-a sample counts. A sample is committed when its line is durable. A crash can leave half a last line:
-it commits nothing and is cut off by the next writer.
+line says whose manifest it is; each later line commits or drops samples, and the last one about
+a sample counts. Samples are committed when their line is durable: one line, hence all of them or
+none. A crash can leave half a last line; it commits nothing, and the next writer cuts it off.
 """
 
 from __future__ import annotations
@@ -68,12 +68,12 @@ def create_manifest(path: Path, policy_version: int, shard: Shard) -> None:
 
 def commit_entries(path: Path, entries: Iterable[Entry]) -> None:
     """Makes files committed: all of them, or none if it raises OSError."""
-    append_durably(path, b"".join(_line({"commit": asdict(entry)}) for entry in entries))
+    append_durably(path, _line({"commit": [asdict(entry) for entry in entries]}))
 
 
 def drop_entries(path: Path, sample_ids: Iterable[str]) -> None:
     """Makes files uncommitted: all of them, or none if it raises OSError."""
-    append_durably(path, b"".join(_line({"drop": sample_id}) for sample_id in sample_ids))
+    append_durably(path, _line({"drop": list(sample_ids)}))
 
 
 def read_manifest(path: Path, policy_version: int, shard: Shard) -> Manifest:
@@ -116,12 +116,13 @@ def _apply(record: dict[str, Any], manifest: Manifest, number: int, title: dict[
         if record != title:
             raise ValueError(f"expected {title}; got {record}")
     elif "commit" in record:
-        entry = Entry(**record["commit"])
-        # A sample that was dropped and rolled out again takes its new place in the order.
-        manifest.entries.pop(entry.sample_id, None)
-        manifest.entries[entry.sample_id] = entry
+        for entry in [Entry(**fields) for fields in record["commit"]]:
+            # A sample that was dropped and rolled out again takes its new place in the order.
+            manifest.entries.pop(entry.sample_id, None)
+            manifest.entries[entry.sample_id] = entry
     else:
-        manifest.entries.pop(record["drop"], None)
+        for sample_id in record["drop"]:
+            manifest.entries.pop(sample_id, None)
 
 
 def _line(record: dict[str, Any]) -> bytes:
