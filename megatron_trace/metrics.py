@@ -56,7 +56,8 @@ def logprob_gap(rollout: torch.Tensor, train: torch.Tensor, mask: torch.Tensor) 
             f"rollout, train and a boolean mask must have one shape; got {tuple(rollout.shape)}, "
             f"{tuple(train.shape)} and {mask.dtype} {tuple(mask.shape)}"
         )
-    delta = (train.detach()[mask].double() - rollout.detach()[mask].double()).cpu()
+    mask = mask.cpu()
+    delta = train.detach().cpu()[mask].double() - rollout.detach().cpu()[mask].double()
     if delta.numel() == 0:
         return LogprobGap(0, *[float("nan")] * (len(fields(LogprobGap)) - 1))
     size, ratio = delta.abs(), delta.exp()

@@ -22,7 +22,7 @@ from megatron_trace.training.sites import TraceSites
 
 @dataclass(frozen=True, eq=False)
 class MicroBatch:
-    """Samples that are forwarded together; right padding.
+    """Samples that are forwarded together, on the model's device; right padding.
 
     Attributes:
         made_for: `TraceSites` of the model that forwards it.
@@ -94,15 +94,16 @@ def make_micro_batch(
         loss_mask[b, response] = True
         rollout_logprobs[b, response] = sample.logprobs.float()
         valid[: sample.num_rows, b] = True
+    device = sites.device
     return MicroBatch(
         made_for=sites,
         sample_ids=tuple(sample.sample_id for sample in samples),
-        tokens=tokens,
-        positions=torch.arange(length - 1).expand(len(samples), -1),
-        loss_mask=loss_mask,
-        rollout_logprobs=rollout_logprobs,
-        valid=valid,
-        routing=_routing(samples, valid, sites),
+        tokens=tokens.to(device),
+        positions=torch.arange(length - 1, device=device).expand(len(samples), -1),
+        loss_mask=loss_mask.to(device),
+        rollout_logprobs=rollout_logprobs.to(device),
+        valid=valid.to(device),
+        routing=_routing(samples, valid, sites).to(device),
         hints=_hints(samples, store, sites, length - 1),
         codes=_codes(samples, store, sites, length - 1),
         settings_digest=samples[0].settings_digest,
@@ -237,4 +238,5 @@ def _stack(
             if got != expected:
                 raise ValueError(f"hint has {name} {got}, expected {expected} ({hint.key})")
     payload, scale_bytes, present = stack_rows(hints, positions)
-    return HintRows(payload.flatten(0, 1), scale_bytes.flatten(0, 1), num_bits, present.flatten())
+    rows = HintRows(payload.flatten(0, 1), scale_bytes.flatten(0, 1), num_bits, present.flatten())
+    return rows.to(sites.device)

@@ -129,7 +129,7 @@ def token_logprobs(
     logits = model(
         micro_batch.tokens[:, :-1],
         micro_batch.positions,
-        causal_mask(micro_batch.num_positions),
+        causal_mask(micro_batch.num_positions).to(sites.device),
     )
     logprobs = (logits.float() / temperature).log_softmax(-1)
     return logprobs.gather(-1, micro_batch.tokens[:, 1:].unsqueeze(-1)).squeeze(-1)

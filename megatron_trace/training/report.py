@@ -5,13 +5,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from megatron_trace.formats import BLOCK_SIZE, unpack_codes
 from megatron_trace.hints.types import Site
-from megatron_trace.metrics import CodeMismatch
+from megatron_trace.metrics import CodeMismatch, UsedHints, compare_codes
+from megatron_trace.training.rounding import HintRows, Rounding, saturated_blocks
 from megatron_trace.training.shape import ExpertMatrix, Place
+
+if TYPE_CHECKING:
+    from megatron_trace.training.micro_batch import MicroBatch
 
 
 @dataclass(frozen=True)
@@ -98,20 +103,76 @@ class Tally:
         self._rows: dict[Place, dict[str, int | torch.Tensor]] = {}
         self._routing: list[tuple[int, torch.Tensor]] = []
 
-    def add_rows(self, place: Place, **counts: int | torch.Tensor) -> None:
-        """Adds to the counts of a place; names are fields of `SiteReport`."""
+    def add_rows(
+        self, place: Place, values: torch.Tensor, global_scale: float, **counts: int | torch.Tensor
+    ) -> None:
+        """Adds rows that were quantised.
+
+        Args:
+            place: Decoder layer and site.
+            values: float [rows, K].
+            global_scale: Static decode-side scale of the place.
+            **counts: How many rows were rounded how; fields of `SiteReport`.
+        """
+        counts["blocks"] = values.numel() // BLOCK_SIZE
+        counts["saturated_blocks"] = saturated_blocks(values, global_scale)
         total = self._rows.setdefault(place, {})
         for name, count in counts.items():
             total[name] = total.get(name, 0) + count
+
+    def add_coverage(
+        self,
+        place: Place,
+        values: torch.Tensor,
+        rounding: Rounding,
+        micro_batch: MicroBatch,
+        *,
+        recorded: bool,
+    ) -> None:
+        """Adds the rows of a micro-batch at fc1, k or v.
+
+        Args:
+            place: Decoder layer and site.
+            values: float [N, K].
+            rounding: How they are rounded.
+            micro_batch: Where they belong.
+            recorded: Whether the rollout records hints of the place.
+        """
+        real = int(micro_batch.valid.sum())
+        stored = micro_batch.hints.get(place)
+        present = 0 if stored is None else int(stored.has_hint.sum())
+        guided = 0 if rounding.hint is None else rounding.hint.has_hint.sum()
+        self.add_rows(
+            place,
+            values,
+            rounding.global_scale,
+            guided=guided,
+            rejected=present - guided,
+            missing=real - present if recorded else 0,
+            not_recorded=0 if recorded else real,
+            padding=micro_batch.valid.numel() - real,
+        )
 
     def add_routing(self, compared: int, different: torch.Tensor) -> None:
         """Adds one MoE layer's comparison of live and recorded routing."""
         self._routing.append((compared, different))
 
-    def add_mismatch(self, place: Place, mismatch: CodeMismatch) -> None:
-        """Adds one comparison with the rollout's full codes."""
-        known = self.code_mismatch.get(place)
-        self.code_mismatch[place] = mismatch if known is None else known + mismatch
+    def add_mismatch(
+        self, place: Place, values: torch.Tensor, rounding: Rounding, full: HintRows
+    ) -> None:
+        """Adds a comparison of values [N, K] with the rollout's full codes."""
+        known, hint = full.has_hint, rounding.hint
+        used = hint and UsedHints(
+            hint.has_hint[known], hint.payload[known], hint.scale_bytes[known], hint.num_bits
+        )
+        mismatch = compare_codes(
+            values[known],
+            unpack_codes(full.payload[known]),
+            full.scale_bytes[known],
+            rounding.global_scale,
+            used,
+        )
+        self.code_mismatch[place] = self.code_mismatch.get(place, CodeMismatch()) + mismatch
 
     def report(self) -> TraceReport:
         """Gives the counts so far."""
@@ -123,7 +184,7 @@ class Tally:
                 sites[site][name] += int(count)
         mismatch: dict[Site, CodeMismatch] = {}
         for (_, site), counts in self.code_mismatch.items():
-            mismatch[site] = mismatch[site] + counts if site in mismatch else counts
+            mismatch[site] = mismatch.get(site, CodeMismatch()) + counts
         return TraceReport(
             sites={site: SiteReport(**sites[site]) for site in Site if site in sites},
             weight_uses=self.weight_uses.total(),

@@ -47,7 +47,6 @@ class KeyedRouterReplay(RouterReplay):
         recomputing = is_checkpointing() and torch.is_grad_enabled()
         target = self.sites.replayed_experts(self.moe_layer, scores.shape[0], recomputing)
         if target is not None:
-            target = target.to(scores.device)
             return scores.gather(1, target), target
         values, indices = default_compute_topk(scores, topk, num_groups, group_topk)
         self.sites.compare_routing(self.moe_layer, indices)

@@ -15,17 +15,11 @@ import torch
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 
 from megatron_trace.config import TraceConfig
-from megatron_trace.formats import BLOCK_SIZE, ops, unpack_codes
+from megatron_trace.formats import BLOCK_SIZE, ops
 from megatron_trace.hints.types import QuantizerSettings, Site
-from megatron_trace.metrics import UsedHints, compare_codes
 from megatron_trace.training.audit import foreign_quantisers, unexpected_quantising
 from megatron_trace.training.report import Tally, TraceReport
-from megatron_trace.training.rounding import (
-    HintRows,
-    Rounding,
-    require_finite,
-    saturated_blocks,
-)
+from megatron_trace.training.rounding import Rounding, require_finite
 from megatron_trace.training.shape import ExpertMatrix, ModelShape, Place, place_name
 
 if TYPE_CHECKING:
@@ -84,6 +78,11 @@ class TraceSites:
             for place in shape.places
             if self.guides and place[0] in recorded and str(place[1]) in trace.hint_sites
         )
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the model's parameters."""
+        return next(self._model.parameters()).device
 
     @property
     def quantises(self) -> bool:
@@ -242,8 +241,8 @@ class TraceSites:
         scope = self._scope
         if scope is None or not scope.first_time(("routing", moe_layer)):
             return
-        real = scope.micro_batch.valid.flatten().to(experts.device)
-        recorded = scope.micro_batch.routing[moe_layer].to(experts.device)
+        real = scope.micro_batch.valid.flatten()
+        recorded = scope.micro_batch.routing[moe_layer]
         different = (experts.sort(-1).values != recorded.sort(-1).values).any(-1) & real
         self._tally.add_routing(int(real.sum()), different.sum())
 
@@ -297,7 +296,7 @@ class TraceSites:
         rounding = self.rounding(*place, None)
         self.count_call(*place)
         if scope.first_time((place, expert)):
-            self._count_rows(place, rows, not_recorded=rows.shape[0])
+            self._tally.add_rows(place, rows, rounding.global_scale, not_recorded=rows.shape[0])
         return ops.straight_through(x, rounding.quantised(rows))
 
     def rounding(self, layer: int, site: Site, values: torch.Tensor | None) -> Rounding:
@@ -330,13 +329,15 @@ class TraceSites:
             require_finite(values, place_name(place), micro_batch.row_name)
         hint = micro_batch.hints.get(place)
         if hint is not None:
-            hint = hint.to(values.device)
             accepted = hint.accepted(values, plain.global_scale, self.trace)
             hint = replace(hint, has_hint=accepted)
+        rounding = replace(plain, hint=hint)
         if scope.first_time(place):
-            self._count_coverage(place, values, hint)
-            self._compare_with_codes(place, values, hint)
-        return replace(plain, hint=hint)
+            recorded = place in self.recorded_places
+            self._tally.add_coverage(place, values, rounding, micro_batch, recorded=recorded)
+            if self.diagnostics and place in micro_batch.codes:
+                self._tally.add_mismatch(place, values, rounding, micro_batch.codes[place])
+        return rounding
 
     # Counters.
 
@@ -353,51 +354,6 @@ class TraceSites:
         """
         self._tally.weight_uses[matrix] += 1
         self._tally.weights_quantised += fresh
-
-    def _count_coverage(self, place: Place, values: torch.Tensor, hint: HintRows | None) -> None:
-        micro_batch = self._scope_at(place).micro_batch
-        real = int(micro_batch.valid.sum())
-        recorded = place in self.recorded_places
-        stored = micro_batch.hints.get(place)
-        present = 0 if stored is None else int(stored.has_hint.sum())
-        guided = 0 if hint is None else hint.has_hint.sum()
-        self._count_rows(
-            place,
-            values,
-            guided=guided,
-            rejected=present - guided,
-            missing=real - present if recorded else 0,
-            not_recorded=0 if recorded else real,
-            padding=micro_batch.valid.numel() - real,
-        )
-
-    def _count_rows(self, place: Place, values: torch.Tensor, **counts: int | torch.Tensor) -> None:
-        self._tally.add_rows(
-            place,
-            blocks=values.numel() // BLOCK_SIZE,
-            saturated_blocks=saturated_blocks(values, self.settings.global_scale(*place)),
-            **counts,
-        )
-
-    def _compare_with_codes(
-        self, place: Place, values: torch.Tensor, hint: HintRows | None
-    ) -> None:
-        full = self._scope_at(place).micro_batch.codes.get(place)
-        if full is None or not self.diagnostics:
-            return
-        full = full.to(values.device)
-        known = full.has_hint
-        used = hint and UsedHints(
-            hint.has_hint[known], hint.payload[known], hint.scale_bytes[known], hint.num_bits
-        )
-        mismatch = compare_codes(
-            values[known],
-            unpack_codes(full.payload[known]),
-            full.scale_bytes[known],
-            self.settings.global_scale(*place),
-            used,
-        )
-        self._tally.add_mismatch(place, mismatch)
 
     def report(self) -> TraceReport:
         """Gives the counts since the last reset."""
