@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -30,6 +31,8 @@ from megatron_trace.rollout.serving import Server
 from megatron_trace.rollout.sites import RolloutSites
 from megatron_trace.rollout.storing import store_records
 from megatron_trace.rollout.weights import copy_weights, plain_digest, quantise_experts
+
+_logger = logging.getLogger(__name__)
 
 
 class RolloutEngine:
@@ -164,6 +167,7 @@ class RolloutEngine:
         self._settings = None
         collect_amax(self.model, self.layers, forward_loop)
         scales, self.experts_without_calibration = calibrated_scales(self.layers)
+        self._warn_of_unseen_experts()
         self.use_settings(QuantizerSettings(scales, model_id=self.model_id))
 
     def use_settings(self, settings: QuantizerSettings) -> None:
@@ -331,6 +335,17 @@ class RolloutEngine:
     def _kv_bytes(self, *, packed: bool) -> int:
         num_layers = sum(layer.attention is not None for layer in self.layers)
         return kv_bytes_per_token(self.model.config, num_layers, packed=packed)
+
+    def _warn_of_unseen_experts(self) -> None:
+        for layer, experts in self.experts_without_calibration.items():
+            if experts:
+                _logger.warning(
+                    "layer %d: no calibration token reached %d experts (%s); they take the fc2 "
+                    "scale of the layer's other experts",
+                    layer,
+                    len(experts),
+                    ", ".join(map(str, experts)),
+                )
 
     def _require_quantising(self, call: str) -> None:
         if not self.quantised:

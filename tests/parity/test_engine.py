@@ -15,7 +15,6 @@ from megatron_trace.models.hybrid import causal_mask
 from megatron_trace.models.routing import replay_instances
 from megatron_trace.rollout.quantize import site_quantisers
 from megatron_trace.testing.rollouts import records_of
-from megatron_trace.testing.single_process import single_process
 from megatron_trace.testing.tiny_rollout import (
     random_prompts,
     roll_out,
@@ -25,12 +24,6 @@ from megatron_trace.testing.tiny_rollout import (
 
 SHORT = {"shortest": 1, "longest": 8, "new": 6}
 LONG = {"shortest": 20, "longest": 30, "new": 24}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_rank():
-    with single_process(seed=0):
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -52,13 +52,14 @@ def test_every_place_gets_the_scale_of_the_largest_value_seen(engine, weights):
             assert settings.global_scale(layer, site) == float(amax / (6 * 448))
 
 
-def test_experts_without_a_token_are_reported_and_share_the_layers_scale(engine, weights):
+def test_experts_without_a_token_are_reported_and_share_the_layers_scale(engine, weights, caplog):
     # One token reaches 4 of 16 experts of each layer.
     _calibrate(engine, weights, [torch.tensor([[3]])])
     assert {layer: len(e) for layer, e in engine.experts_without_calibration.items()} == {
         0: 12,
         1: 12,
     }
+    assert "layer 1: no calibration token reached 12 experts" in caplog.text
     for layer in engine.layers:
         amax = {float(q.amax) for q in site_quantisers(layer)[Site.FC2].values()}
         assert len(amax) == 1

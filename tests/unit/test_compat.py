@@ -1,0 +1,58 @@
+"""Work-arounds end where they should, and name the version they were written against."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+from megatron.core.inference.utils import InferenceMode
+from megatron.core.tensor_parallel import layers
+from megatron.core.transformer import attention
+
+from megatron_trace import compat
+
+
+def test_another_version_is_refused_by_the_name_of_what_relies_on_it():
+    with pytest.raises(RuntimeError, match=r"paged attention was written against torch 1\.0\.x"):
+        compat.require_version("torch", "1.0.", "paged attention")
+
+
+def test_the_known_versions_are_installed():
+    compat.require_version("megatron-core", compat.MEGATRON_CORE, "the rollout engine")
+    compat.require_version("nvidia-modelopt", compat.MODELOPT, "the rollout engine")
+
+
+def test_the_flash_attention_flag_is_what_it_was_also_after_an_error():
+    before = attention.HAVE_FA3
+    with contextlib.suppress(KeyboardInterrupt), compat.flash_attention_not_needed():
+        assert attention.HAVE_FA3
+        raise KeyboardInterrupt
+    assert before == attention.HAVE_FA3
+
+
+@pytest.mark.parametrize("active", [False, True])
+def test_inference_mode_is_what_it_was(active):
+    if active:
+        InferenceMode.set_active()
+    try:
+        with compat.inference_mode_of_process():
+            assert InferenceMode.is_active()
+        assert InferenceMode.is_active() is active
+    finally:
+        InferenceMode.unset_active()
+
+
+def test_linear_functions_that_modelopt_replaced_are_put_back():
+    from modelopt.torch.quantization.utils import replace_function
+
+    name = "linear_with_frozen_weight"
+    original = getattr(layers, name)
+    compat.restore_linear_functions()
+    assert getattr(layers, name) is original, "nothing was replaced, so nothing may change"
+    with contextlib.suppress(ValueError), replace_function(layers, name, print):
+        raise ValueError
+    if getattr(layers, name) is original:
+        pytest.fail("ModelOpt restores its replacement now: drop restore_linear_functions")
+    compat.restore_linear_functions()
+    assert getattr(layers, name) is original
+    assert not hasattr(layers, f"_{name}")
