@@ -30,7 +30,9 @@ def global_scale_from_amax(
 
     Source: method.md section 5, vanilla NVFP4; ModelOpt 0.47 `get_weights_scaling_factor_2`.
     """
-    scale = torch.as_tensor(amax, dtype=torch.float32) / (E2M1_MAX * e4m3_max)
+    amax = torch.as_tensor(amax, dtype=torch.float32)
+    # A tensor, because a GPU multiplies by the rounded reciprocal of a number.
+    scale = amax / torch.full((), E2M1_MAX * e4m3_max, device=amax.device)
     if not power_of_two:
         return scale
     rounded_up = ((scale.view(torch.int32) + _FRACTION_MASK) & _EXPONENT_MASK).view(torch.float32)

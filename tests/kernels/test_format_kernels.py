@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_trace.formats import ops, reference
+from megatron_trace.formats import global_scale_from_amax, ops, reference
 from megatron_trace.testing.assertions import assert_same_bytes
 from megatron_trace.testing.hard_inputs import hard_inputs
 from megatron_trace.testing.kernel_equality import assert_kernels_equal_reference
@@ -68,6 +68,12 @@ def test_a_scale_on_the_gpu_is_that_on_the_cpu() -> None:
     scale = torch.tensor(0.0123)
     assert_same_bytes(ops.rtn(x, scale.cuda()), ops.rtn(x, scale))
     assert_same_bytes(ops.rtn(x, scale), ops.rtn(x, scale.item()))
+
+
+@pytest.mark.gpu
+def test_global_scales_are_the_same_on_both_devices() -> None:
+    amax = torch.rand(10000, generator=torch.Generator().manual_seed(0))
+    assert_same_bytes(global_scale_from_amax(amax.cuda()).cpu(), global_scale_from_amax(amax))
 
 
 @pytest.mark.gpu
