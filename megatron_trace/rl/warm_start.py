@@ -58,7 +58,7 @@ def warm_start(
         items: Training items; every one needs an answer.
         tokenizer: Tokenizer of the model.
         settings: See `WarmStartSettings`.
-        progress: Whether to show a progress bar.
+        progress: Whether to show a progress bar on a terminal.
 
     Raises:
         ValueError: A parameter is not FP32, or an item has no answer.
@@ -79,7 +79,10 @@ def warm_start(
     model.train()
     losses = []
     order = _sample_order(len(items), settings)
-    bar = tqdm(range(settings.steps), desc="warm start", unit="step", disable=not progress)
+    # None: no bar where the output is not a terminal.
+    bar = tqdm(
+        range(settings.steps), desc="warm start", unit="step", disable=None if progress else True
+    )
     for step in bar:
         for group in optimizer.param_groups:
             group["lr"] = settings.learning_rate * _schedule(step, settings)

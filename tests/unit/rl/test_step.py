@@ -81,8 +81,8 @@ def test_size_of_micro_batches_does_not_matter(started, micro_batch_samples):
     reference, other = started("trace"), started("trace", micro_batch_samples=micro_batch_samples)
     a, b = rl_step(reference), rl_step(other)
     assert a["reward"] == b["reward"]
-    # Sums in another order; measured: loss 3e-8, gradient norm 4e-5 relative.
-    assert b["loss"] == pytest.approx(a["loss"], abs=1e-5)
+    # BF16 gradients summed in another order; measured: loss 7e-9, gradient norm 2.2e-4 relative.
+    assert b["loss"] == pytest.approx(a["loss"], abs=1e-7)
     assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=1e-3)
 
 

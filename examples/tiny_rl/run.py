@@ -1,0 +1,295 @@
+"""TRACE on a tiny MoE, on a CPU: the same RL run with BF16, FP4 and rollout-guided FP4 arithmetic.
+
+    make demo                                        all of it, with the defaults
+    make demo DEMO_FLAGS="--seeds 0 1"               repeated, gap ratios of every seed
+    python examples/tiny_rl/run.py --resume          continue what was interrupted
+    python examples/tiny_rl/run.py --help            all settings
+
+Everything is real (Megatron-Core's modules, optimizer and inference engine, ModelOpt's NVFP4,
+reasoning-gym's tasks) except the CUDA runtime. The run is far too small to say anything about
+rewards; it shows how far the log-probs of rollout and training are apart.
+"""
+
+# ruff: noqa: E402  The stand-in for the CUDA runtime must be installed before Megatron is imported.
+from __future__ import annotations
+
+import logging
+import time
+import warnings
+
+STARTED_S = time.perf_counter()
+
+from megatron_trace.testing import cpu_runtime
+
+cpu_runtime.install()
+warnings.filterwarnings("ignore")  # Megatron and torch announce deprecations of their own parts.
+logging.disable(logging.WARNING)
+
+import argparse
+import dataclasses
+import hashlib
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from megatron_trace.arguments import add_trace_arguments, trace_config_from_args
+from megatron_trace.config import TraceConfig
+from megatron_trace.models.hybrid import HybridModules, build_hybrid_model
+from megatron_trace.rl import checkpoint
+from megatron_trace.rl.export import make_items
+from megatron_trace.rl.metrics_log import MetricsLog, read_metrics
+from megatron_trace.rl.optimizer import OptimizerSettings
+from megatron_trace.rl.report import format_ratios, format_table, save_figure
+from megatron_trace.rl.run import (
+    RlRun,
+    RunSettings,
+    build_run,
+    calibration_batches,
+    evaluate,
+    start,
+)
+from megatron_trace.rl.step import rl_step
+from megatron_trace.rl.summary import RunSummary, summarise
+from megatron_trace.rl.tasks import CharTokenizer, TaskItem, load_tasks, save_tasks, split_tasks
+from megatron_trace.rl.warm_start import WarmStartSettings, answer_accuracy, warm_start
+from megatron_trace.testing.single_process import single_process, tiny_moe_config
+
+PATTERN = "*E*E*E*E"
+CONTEXT = 64
+CALIBRATION_SAMPLES = 256
+# Three or four numbers of one digit: "6-4+8=" is answered by "10" and the end token.
+TASK = {"min_terms": 3, "max_terms": 4, "min_digits": 1, "max_digits": 1}
+TASK_SIZE = 60_000
+# What each run changes in the settings that the --trace-* flags give; `flags` changes nothing.
+RUNS: dict[str, dict[str, str]] = {
+    "bf16": {"method": "bf16"},
+    "qat": {"method": "qat", "hint_layers": "all"},
+    "trace": {"method": "trace", "hint_layers": "all"},
+    "trace-half": {"method": "trace", "hint_layers": "latter_half"},
+    "flags": {},
+}
+DEFAULT_RUNS = ["bf16", "qat", "trace", "trace-half"]
+
+
+def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Gives the options; contradictory ones end the program with a message."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--runs", nargs="+", choices=RUNS, default=DEFAULT_RUNS)
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
+    parser.add_argument("--steps", type=int, default=25, help="RL steps of a run (default 25)")
+    parser.add_argument("--prompts", type=int, default=32, help="prompts of a step (default 32)")
+    parser.add_argument("--samples", type=int, default=8, help="samples of a prompt (default 8)")
+    parser.add_argument("--learning-rate", type=float, default=3e-5, help="default 3e-5")
+    parser.add_argument("--trainer-dtype", choices=["bf16", "fp32"], default="bf16")
+    parser.add_argument("--warm-start-steps", type=int, default=300, help="default 300")
+    parser.add_argument("--held-out", type=int, default=400, help="problems (default 400)")
+    parser.add_argument("--tasks", type=Path, help="JSONL prompt file (default: made here)")
+    parser.add_argument("--output", type=Path, default=Path("out/tiny_rl"))
+    parser.add_argument("--save-every", type=int, default=0, help="steps between checkpoints")
+    parser.add_argument("--resume", action="store_true", help="continue from --output")
+    add_trace_arguments(parser)
+    parser.set_defaults(trace_diagnostic_share=0.125)
+    options = parser.parse_args(arguments)
+    if "flags" not in options.runs:
+        for name in ("method", "hint_layers"):
+            if getattr(options, f"trace_{name}") != getattr(TraceConfig, name):
+                flag = f"--trace-{name.replace('_', '-')}"
+                parser.error(
+                    f"{flag} has no effect on --runs {' '.join(options.runs)}, which set "
+                    "it; use --runs flags"
+                )
+    return options
+
+
+def run_settings(options: argparse.Namespace, name: str, seed: int) -> RunSettings:
+    """Gives the settings of one run."""
+    trace = dataclasses.replace(trace_config_from_args(options), **_changes(options, name))
+    return RunSettings(
+        trace=trace,
+        optimizer=OptimizerSettings(learning_rate=options.learning_rate),
+        trainer_dtype=options.trainer_dtype,
+        prompts_per_step=options.prompts,
+        samples_per_prompt=options.samples,
+        micro_batch_samples=256,
+        context=CONTEXT,
+        seed=seed,
+    )
+
+
+def _changes(options: argparse.Namespace, name: str) -> dict[str, Any]:
+    changes: dict[str, Any] = dict(RUNS[name])
+    if changes.get("method", options.trace_method) == "bf16":
+        changes["diagnostic_share"] = 0.0
+    return changes
+
+
+def prepare_tasks(options: argparse.Namespace) -> Path:
+    """Gives the prompt file, made with reasoning-gym if none was named."""
+    if options.tasks:
+        return options.tasks
+    path = options.output / "tasks.jsonl"
+    items = make_items(
+        "chain_sum",
+        size=TASK_SIZE,
+        seed=0,
+        parameters=TASK,
+        prompt_template="{metadata[expression]}=",
+        drop_characters=" ",
+    )
+    save_tasks(path, items)
+    print(f"{path}: {len(items)} problems such as {items[0].prompt} {items[0].answer}", flush=True)
+    return path
+
+
+def warm_started_weights(
+    options: argparse.Namespace,
+    items: list[TaskItem],
+    held_out: list[TaskItem],
+    tokenizer: CharTokenizer,
+) -> dict[str, torch.Tensor]:
+    """Gives the FP32 weights that every run starts from."""
+    torch.manual_seed(0)
+    model = build_hybrid_model(
+        tiny_moe_config(PATTERN),
+        pattern=PATTERN,
+        vocab_size=tokenizer.vocab_size,
+        max_sequence_length=CONTEXT,
+        modules=HybridModules(),
+    )
+    settings = WarmStartSettings(steps=options.warm_start_steps, batch_size=128, learning_rate=4e-3)
+    warm_start(model, items, tokenizer, settings)
+    accuracy = answer_accuracy(model, held_out, tokenizer)
+    size = sum(parameter.numel() for parameter in model.parameters())
+    print(f"warm start: {size:,} parameters, held-out accuracy {accuracy:.3f} in FP32", flush=True)
+    return {name: value.detach().clone() for name, value in model.named_parameters()}
+
+
+def identity_of(settings: RunSettings, options: argparse.Namespace, tasks: Path) -> dict[str, Any]:
+    """Gives what must be equal for a run to be resumed; the number of steps may grow."""
+    return dataclasses.asdict(settings) | {
+        "pattern": PATTERN,
+        "warm_start_steps": options.warm_start_steps,
+        "tasks_sha256": hashlib.sha256(tasks.read_bytes()).hexdigest(),
+    }
+
+
+def finished_steps(folder: Path, options: argparse.Namespace) -> Path | None:
+    """Gives the checkpoint to continue a run from, if there is one and it is asked for."""
+    checkpoints = folder / "checkpoints"
+    if not options.resume or not checkpoints.is_dir() or not any(checkpoints.glob("step-*")):
+        return None
+    return checkpoint.latest(checkpoints)
+
+
+def do_run(
+    run: RlRun,
+    name: str,
+    folder: Path,
+    held_out: list[TaskItem],
+    options: argparse.Namespace,
+    identity: dict[str, Any],
+) -> tuple[float, float]:
+    """Does the remaining steps of a run.
+
+    Returns:
+        Held-out accuracy before the first step and after the last.
+    """
+    log = MetricsLog(folder / "metrics.jsonl", first_step=run.progress.step)
+    before_file = folder / "held_out_before.json"
+    if run.progress.step == 0:
+        before_file.write_text(json.dumps(evaluate(run, held_out)))
+    title = f"{name}, seed {run.settings.seed}"
+    bar = tqdm(range(run.progress.step, options.steps), desc=title, unit="step", disable=None)
+    for _ in bar:
+        metrics = rl_step(run)
+        log.append(metrics)
+        bar.set_postfix(
+            reward=f"{metrics['reward']:.2f}", gap=f"{metrics['gap']['mean']:.1e}", refresh=False
+        )
+        done = run.progress.step
+        if options.save_every and (done % options.save_every == 0 or done == options.steps):
+            checkpoint.save(run, folder / "checkpoints", identity=identity)
+    accuracies = json.loads(before_file.read_text()), evaluate(run, held_out)
+    print(f"{title}: {options.steps} steps, held-out accuracy {accuracies[1]:.3f}", flush=True)
+    return accuracies
+
+
+def report(options: argparse.Namespace, summaries: list[RunSummary]) -> None:
+    """Prints tables and gap ratios; writes table, figure and summaries."""
+    texts = []
+    for seed in options.seeds:
+        runs = [summary for summary in summaries if summary.seed == seed]
+        texts.append(f"seed {seed}, trainer {options.trainer_dtype}\n{format_table(runs)}")
+        records = {
+            run.name: read_metrics(options.output / f"seed-{seed}" / run.name / "metrics.jsonl")
+            for run in runs
+        }
+        save_figure(options.output / f"seed-{seed}" / "report.png", runs, records)
+    guided = [name for name in options.runs if name not in ("bf16", "qat")]
+    texts.append(format_ratios(summaries, baseline="qat", guided=guided))
+    texts.append(
+        "No claim about rewards: a run this small shows whether rollout and training agree, not\n"
+        "whether a policy gets better."
+    )
+    text = "\n\n".join(part for part in texts if part)
+    (options.output / "report.txt").write_text(text + "\n")
+    (options.output / "summary.json").write_text(
+        json.dumps([dataclasses.asdict(summary) for summary in summaries], indent=1)
+    )
+    print(
+        f"\n{text}\n\n{options.output}: report.txt, summary.json, seed-*/report.png, "
+        "seed-*/*/metrics.jsonl"
+    )
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Does all runs of all seeds."""
+    options = parse_options(arguments)
+    # Matrices of this size gain nothing from a second thread and lose much when a core is busy.
+    torch.set_num_threads(1)
+    tasks = prepare_tasks(options)
+    items = load_tasks(tasks)
+    train_items, held_out = split_tasks(items, num_held_out=options.held_out, seed=0)
+    tokenizer = CharTokenizer.of_tasks(items)
+
+    @cache
+    def weights() -> dict[str, torch.Tensor]:
+        return warm_started_weights(options, train_items, held_out, tokenizer)
+
+    summaries = []
+    with single_process(seed=0):
+        for seed in options.seeds:
+            for name in options.runs:
+                folder = options.output / f"seed-{seed}" / name
+                folder.mkdir(parents=True, exist_ok=True)
+                settings = run_settings(options, name, seed)
+                run = build_run(
+                    settings,
+                    tiny_moe_config(PATTERN),
+                    pattern=PATTERN,
+                    items=train_items,
+                    tokenizer=tokenizer,
+                )
+                identity = identity_of(settings, options, tasks)
+                if resumed := finished_steps(folder, options):
+                    checkpoint.resume(run, resumed, identity=identity)
+                else:
+                    calibration = calibration_batches(
+                        train_items, tokenizer, num_samples=CALIBRATION_SAMPLES
+                    )
+                    start(run, weights(), calibration)
+                accuracies = do_run(run, name, folder, held_out, options, identity)
+                records = read_metrics(folder / "metrics.jsonl")
+                summaries.append(summarise(name, seed, records, accuracies))
+    report(options, summaries)
+    print(f"{time.perf_counter() - STARTED_S:.0f} s in all")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,137 @@
+"""RL runs side by side: a table, the ratio of their gaps, a figure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+from megatron_trace.rl.summary import SITES, MetricsRecord, RunSummary, ratio
+
+
+def format_table(runs: Sequence[RunSummary]) -> str:
+    """Gives a table of one column per run and one line per quantity."""
+    lines: list[tuple[str, Callable[[RunSummary], str]]] = [
+        ("reward, first / last fifth of steps", lambda r: _pair(r.reward_first, r.reward_last)),
+        ("held-out accuracy, before / after", lambda r: _pair(r.held_out_first, r.held_out_last)),
+        ("|log-prob gap| mean", lambda r: _small(r.gap_mean)),
+        ("|log-prob gap| p99", lambda r: _small(r.gap_p99)),
+        ("|log-prob gap| max", lambda r: _small(r.gap_max)),
+        ("KL(rollout, train) per token", lambda r: _small(r.kl)),
+        *[
+            (f"code mismatch {site}, as trained", partial(_mismatch, site=site, share="as_trained"))
+            for site in SITES
+        ],
+        *[
+            (f"code mismatch {site}, to nearest", partial(_mismatch, site=site, share="nearest"))
+            for site in SITES
+        ],
+        ("out of bracket / sign flip / other", _causes),
+        ("hint coverage", lambda r: f"{r.coverage:.3f}" if r.hint_bytes_per_token else "-"),
+        ("guard rejections", lambda r: str(r.guard_rejections) if r.hint_bytes_per_token else "-"),
+        ("hint bytes / token", lambda r: str(r.hint_bytes_per_token or "-")),
+        (
+            "KV bytes / token, BF16 / this run",
+            lambda r: f"{r.kv_bytes_per_token_bf16} / {r.kv_bytes_per_token}",
+        ),
+        (
+            "seconds in rollout / record / train",
+            lambda r: f"{r.rollout_s:.0f} / {r.record_s:.1f} / {r.train_s:.0f}",
+        ),
+    ]
+    cells = [["", *(run.name for run in runs)]]
+    cells += [[label, *(show(run) for run in runs)] for label, show in lines]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]))]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if column == 0 else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in cells
+    )
+
+
+def _pair(first: float, last: float) -> str:
+    return f"{first:.3f} / {last:.3f}"
+
+
+def _small(value: float) -> str:
+    return f"{value:.2e}"
+
+
+def _mismatch(run: RunSummary, *, site: str, share: str) -> str:
+    return _small(getattr(run.mismatch[site], share)) if site in run.mismatch else "-"
+
+
+def _causes(run: RunSummary) -> str:
+    guided = [found for found in run.mismatch.values() if found.is_guided]
+    if not guided:
+        return "-"
+    kinds = ("num_out_of_bracket", "num_sign_flip", "num_unexplained")
+    return " / ".join(str(sum(getattr(found, kind) for found in guided)) for kind in kinds)
+
+
+def format_ratios(runs: Sequence[RunSummary], *, baseline: str, guided: Sequence[str]) -> str:
+    """Gives the gap of guided runs as a share of the baseline's, for every seed.
+
+    Args:
+        runs: Summaries of all seeds.
+        baseline: Name of the run to compare with.
+        guided: Names of the runs to compare.
+
+    Returns:
+        One line per guided run and seed; no line where one of the two is missing.
+    """
+    by_place = {(run.name, run.seed): run for run in runs}
+    lines = []
+    for name in guided:
+        for seed in sorted({run.seed for run in runs}):
+            run, other = by_place.get((name, seed)), by_place.get((baseline, seed))
+            if run and other:
+                lines.append(
+                    f"gap {name} / gap {baseline}, seed {seed}: "
+                    f"mean {ratio(run.gap_mean, other.gap_mean):.4f}, "
+                    f"p99 {ratio(run.gap_p99, other.gap_p99):.4f}"
+                )
+    return "\n".join(lines)
+
+
+def save_figure(
+    path: str | Path, runs: Sequence[RunSummary], records: Mapping[str, Sequence[MetricsRecord]]
+) -> None:
+    """Draws gap and reward over the steps, and the code mismatch per site, into a PNG.
+
+    Args:
+        path: File to write.
+        runs: Summaries of one seed.
+        records: Metrics of every step, by name of the run.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(13, 4), layout="constrained")
+    FigureCanvasAgg(figure)
+    gap_axes, reward_axes, mismatch_axes = figure.subplots(1, 3)
+    for run in runs:
+        steps = records[run.name]
+        gap_axes.plot([record["gap"]["mean"] for record in steps], label=run.name)
+        reward_axes.plot([record["reward"] for record in steps], label=run.name)
+    if any(record["gap"]["mean"] > 0 for steps in records.values() for record in steps):
+        gap_axes.set_yscale("log")
+    gap_axes.set(
+        title="mean |log-prob gap|, rollout against training", xlabel="step", ylabel="nats"
+    )
+    reward_axes.set(title="mean reward of the samples", xlabel="step", ylim=(0, 1))
+    compared = [run for run in runs if run.mismatch]
+    for number, run in enumerate(compared):
+        places = [position + number / (len(compared) + 1) for position in range(len(SITES))]
+        shares = [run.mismatch[site].as_trained if site in run.mismatch else 0 for site in SITES]
+        bars = mismatch_axes.bar(places, shares, width=1 / (len(compared) + 1), label=run.name)
+        mismatch_axes.bar_label(
+            bars, fmt=lambda share: f"{share:.0e}" if share else "0", fontsize=7
+        )
+    mismatch_axes.set(title="codes that differ from the rollout's", xticks=range(len(SITES)))
+    mismatch_axes.set_xticklabels(SITES)
+    for axes in (gap_axes, reward_axes, mismatch_axes):
+        axes.legend(fontsize=8)
+    figure.savefig(path, dpi=110)
