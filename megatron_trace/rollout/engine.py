@@ -280,15 +280,21 @@ class RolloutEngine:
 
     def _store(self, store: HintStore, samples: list[RolloutSample]) -> None:
         assert self._settings is not None, "only a quantising engine records"
-        store_records(
-            store,
-            samples,
-            self._recorder.take([sample.num_rows for sample in samples]),
-            self._settings.global_scales,
-            hint_bits=self.trace.hint_bits,
-            hint_sites=self._hint_sites(),
-            diagnostic_share=self.trace.diagnostic_share,
-        )
+        records = self._recorder.take([sample.num_rows for sample in samples])
+        try:
+            store_records(
+                store,
+                samples,
+                records,
+                self._settings.global_scales,
+                hint_bits=self.trace.hint_bits,
+                hint_sites=self._hint_sites(),
+                diagnostic_share=self.trace.diagnostic_share,
+            )
+        except BaseException:
+            for sample in samples:
+                store.drop_sample(sample.sample_id)
+            raise
 
     def _sample(
         self, sample_id: str, request: DynamicInferenceRequest, settings_digest: str

@@ -173,7 +173,7 @@ class Server:
 
 def inference_config(
     model: HybridModel,
-    kv_bytes_per_token: int,
+    bytes_per_token: int,
     *,
     max_requests: int,
     max_sequence_length: int,
@@ -188,7 +188,7 @@ def inference_config(
     step_tokens = max(min(MAX_STEP_TOKENS, max_requests * max_sequence_length), max_sequence_length)
     return InferenceConfig(
         block_size_tokens=block_size_tokens,
-        buffer_size_gb=num_blocks * block_size_tokens * kv_bytes_per_token / 1024**3,  # type: ignore[arg-type]
+        buffer_size_gb=num_blocks * block_size_tokens * bytes_per_token / 1024**3,  # type: ignore[arg-type]
         mamba_inference_state_config=_layer_types(model),
         max_requests=max_requests,
         max_tokens=math.ceil(step_tokens / TOKEN_MULTIPLE) * TOKEN_MULTIPLE,

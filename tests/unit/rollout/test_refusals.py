@@ -155,6 +155,21 @@ def test_without_the_check_logits_that_are_not_finite_are_an_error(weights):
         roll_out(engine, PROMPTS)
 
 
+def test_a_rollout_that_cannot_be_stored_leaves_nothing_in_the_store(trace_engine, weights):
+    class FullStore(HintStore):
+        def put(self, *args, **kwargs):
+            if len(self) == 5:
+                raise MemoryError
+            super().put(*args, **kwargs)
+
+    trace_engine.push_weights(weights, 0)
+    store = FullStore()
+    with pytest.raises(MemoryError):
+        roll_out(trace_engine, PROMPTS, store=store)
+    assert len(store) == 0
+    assert_same_rollout(roll_out(trace_engine, PROMPTS), roll_out(trace_engine, PROMPTS))
+
+
 def test_a_quantiser_that_did_not_run_is_an_error(weights):
     engine = tiny_engine(weights, "qat")
     for layer in engine.layers:
