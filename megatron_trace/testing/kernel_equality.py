@@ -41,27 +41,33 @@ def assert_kernels_equal_reference(
     options = {} if launch is None else {"launch": launch}
     scale = torch.as_tensor(global_scale, dtype=torch.float32)
 
-    def specified(function: Callable, values: torch.Tensor, *tensors: torch.Tensor, **settings):
-        arguments = [tensor.to(reference_device) for tensor in (values, *tensors, scale)]
-        if not truncates:
-            return function(*arguments, **settings, dtype=dtype)
-        arguments[0] = arguments[0].float()
-        got = function(*arguments, **settings)
-        y = _truncated(got if isinstance(got, torch.Tensor) else got[0], dtype or x.dtype)
-        y = y.to(x.dtype)
-        return y if isinstance(got, torch.Tensor) else (y, *got[1:])
+    def specified(
+        function: Callable[..., torch.Tensor | tuple[torch.Tensor, ...]],
+        *tensors: torch.Tensor,
+        **settings: int,
+    ) -> tuple[torch.Tensor, ...]:
+        values, *others = (tensor.to(reference_device) for tensor in (*tensors, scale))
+        if truncates:
+            values, rounded_to = values.float(), None
+        else:
+            rounded_to = dtype
+        got = function(values, *others, **settings, dtype=rounded_to)
+        y, *rest = (got,) if isinstance(got, torch.Tensor) else got
+        if truncates:
+            y = _truncated(y, dtype or x.dtype).to(x.dtype)
+        return (y, *rest)
 
     def check(got: torch.Tensor, expected: torch.Tensor, name: str) -> None:
         # The payload of a NaN that was computed is the processor's own.
         assert_same_bytes(got.to(expected.device), expected, f"{what} {name}", any_nan=True)
 
-    check(kernels.rtn(x, scale, dtype=dtype, **options), specified(reference.rtn, x), "rtn")
+    check(kernels.rtn(x, scale, dtype=dtype, **options), specified(reference.rtn, x)[0], "rtn")
     generator = torch.Generator(x.device).manual_seed(0)
     for num_bits in (1, 4):
         got = kernels.rtn_record(x, scale, num_bits=num_bits, dtype=dtype, **options)
         expected = specified(reference.rtn_record, x, num_bits=num_bits)
-        for name, *pair in zip(("y", "hint", "scale bytes"), got, expected, strict=True):
-            check(*pair, f"rtn_record, {num_bits} bit, {name}")
+        for name, mine, theirs in zip(("y", "hint", "scale bytes"), got, expected, strict=True):
+            check(mine, theirs, f"rtn_record, {num_bits} bit, {name}")
         _, hint, scale_bytes = got
         other = torch.randint(
             0, 256, hint.shape, dtype=torch.uint8, device=x.device, generator=generator
@@ -73,7 +79,7 @@ def assert_kernels_equal_reference(
             expected_y = specified(
                 reference.guided, trainer_x, payload, scale_bytes, num_bits=num_bits
             )
-            check(y, expected_y, f"guided, {num_bits} bit, {name}")
+            check(y, expected_y[0], f"guided, {num_bits} bit, {name}")
 
 
 def _truncated(y: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
