@@ -36,9 +36,15 @@ def _values(micro_batch, width=128, seed=1):
 
 
 @pytest.mark.parametrize("num_bits", [1, 4])
-def test_real_rows_are_guided_by_hints_and_padding_is_rounded_to_nearest(build, rollout, num_bits):
+@pytest.mark.parametrize(
+    "guard", [{"guard": False}, {"guard_max_far_blocks": 1.0, "guard_min_parity_agreement": 0.0}]
+)
+def test_real_rows_are_guided_by_hints_and_padding_is_rounded_to_nearest(
+    build, rollout, num_bits, guard
+):
+    """The second guard accepts whatever it is shown."""
     rolled = rollout(num_bits=num_bits)
-    _, sites = _ready(build, rolled, hint_bits=num_bits, guard=False)
+    _, sites = _ready(build, rolled, hint_bits=num_bits, **guard)
     micro_batch = make_micro_batch(rolled.samples, rolled.store, sites)
     x, scale = _values(micro_batch), rolled.settings.global_scale(*FC1)
     with sites.micro_batch(micro_batch):
