@@ -7,7 +7,6 @@ writes its own messages.
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import tempfile
@@ -26,6 +25,7 @@ TAIL_CHARACTERS = 4000
 
 _CHILD = """
 import importlib.util, sys
+sys.path.insert(0, sys.argv.pop(1))
 from megatron_trace.testing import cpu_runtime
 cpu_runtime.install()
 import torch
@@ -111,13 +111,13 @@ def _start(
     file: str | Path, function: str, folder: Path, rank: int, world_size: int
 ) -> subprocess.Popen[bytes]:
     package = Path(__file__).resolve().parents[2]
-    path = os.pathsep.join([str(package), *filter(None, [os.environ.get("PYTHONPATH")])])
     with (folder / f"output-{rank}.txt").open("wb") as output:
         return subprocess.Popen(
             [
                 sys.executable,
                 "-c",
                 _CHILD,
+                str(package),
                 str(file),
                 function,
                 str(folder),
@@ -126,7 +126,6 @@ def _start(
             ],
             stdout=output,
             stderr=subprocess.STDOUT,
-            env={**os.environ, "PYTHONPATH": path},
         )
 
 
