@@ -22,13 +22,16 @@ STARTED_S = time.perf_counter()
 from megatron_trace.testing import cpu_runtime
 
 cpu_runtime.install()
-warnings.filterwarnings("ignore")  # Megatron and torch announce deprecations of their own parts.
-logging.disable(logging.WARNING)
+if __name__ == "__main__":  # Megatron and torch announce deprecations of their own parts.
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.WARNING)
 
 import argparse
 import dataclasses
 import hashlib
+import itertools
 import json
+import shutil
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -116,7 +119,7 @@ def run_settings(options: argparse.Namespace, name: str, seed: int) -> RunSettin
         trainer_dtype=options.trainer_dtype,
         prompts_per_step=options.prompts,
         samples_per_prompt=options.samples,
-        micro_batch_samples=256,
+        micro_batch_samples=128,
         context=CONTEXT,
         seed=seed,
     )
@@ -179,10 +182,12 @@ def identity_of(settings: RunSettings, options: argparse.Namespace, tasks: Path)
     }
 
 
-def finished_steps(folder: Path, options: argparse.Namespace) -> Path | None:
-    """Gives the checkpoint to continue a run from, if there is one and it is asked for."""
+def saved_steps(folder: Path, options: argparse.Namespace) -> Path | None:
+    """Gives the checkpoint to continue a run from; without --resume, removes what is there."""
     checkpoints = folder / "checkpoints"
-    if not options.resume or not checkpoints.is_dir() or not any(checkpoints.glob("step-*")):
+    if not options.resume:
+        shutil.rmtree(checkpoints, ignore_errors=True)
+    if not checkpoints.is_dir() or not any(checkpoints.glob("step-*")):
         return None
     return checkpoint.latest(checkpoints)
 
@@ -248,11 +253,8 @@ def report(options: argparse.Namespace, summaries: list[RunSummary]) -> None:
     )
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Does all runs of all seeds."""
-    options = parse_options(arguments)
-    # Matrices of this size gain nothing from a second thread and lose much when a core is busy.
-    torch.set_num_threads(1)
+def do_all_runs(options: argparse.Namespace) -> list[RunSummary]:
+    """Does every run of every seed, all from the same warm-started weights."""
     tasks = prepare_tasks(options)
     items = load_tasks(tasks)
     train_items, held_out = split_tasks(items, num_held_out=options.held_out, seed=0)
@@ -263,30 +265,37 @@ def main(arguments: list[str] | None = None) -> None:
         return warm_started_weights(options, train_items, held_out, tokenizer)
 
     summaries = []
+    for seed, name in itertools.product(options.seeds, options.runs):
+        folder = options.output / f"seed-{seed}" / name
+        folder.mkdir(parents=True, exist_ok=True)
+        settings = run_settings(options, name, seed)
+        run = build_run(
+            settings,
+            tiny_moe_config(PATTERN),
+            pattern=PATTERN,
+            items=train_items,
+            tokenizer=tokenizer,
+        )
+        identity = identity_of(settings, options, tasks)
+        if saved := saved_steps(folder, options):
+            checkpoint.resume(run, saved, identity=identity)
+        else:
+            calibration = calibration_batches(
+                train_items, tokenizer, num_samples=CALIBRATION_SAMPLES
+            )
+            start(run, weights(), calibration)
+        accuracies = do_run(run, name, folder, held_out, options, identity)
+        summaries.append(summarise(name, seed, read_metrics(folder / "metrics.jsonl"), accuracies))
+    return summaries
+
+
+def main() -> None:
+    """Does all runs and reports."""
+    options = parse_options()
+    # Matrices of this size gain nothing from a second thread and lose much when a core is busy.
+    torch.set_num_threads(1)
     with single_process(seed=0):
-        for seed in options.seeds:
-            for name in options.runs:
-                folder = options.output / f"seed-{seed}" / name
-                folder.mkdir(parents=True, exist_ok=True)
-                settings = run_settings(options, name, seed)
-                run = build_run(
-                    settings,
-                    tiny_moe_config(PATTERN),
-                    pattern=PATTERN,
-                    items=train_items,
-                    tokenizer=tokenizer,
-                )
-                identity = identity_of(settings, options, tasks)
-                if resumed := finished_steps(folder, options):
-                    checkpoint.resume(run, resumed, identity=identity)
-                else:
-                    calibration = calibration_batches(
-                        train_items, tokenizer, num_samples=CALIBRATION_SAMPLES
-                    )
-                    start(run, weights(), calibration)
-                accuracies = do_run(run, name, folder, held_out, options, identity)
-                records = read_metrics(folder / "metrics.jsonl")
-                summaries.append(summarise(name, seed, records, accuracies))
+        summaries = do_all_runs(options)
     report(options, summaries)
     print(f"{time.perf_counter() - STARTED_S:.0f} s in all")
 

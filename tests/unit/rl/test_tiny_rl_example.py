@@ -1,0 +1,84 @@
+"""The demo program, with one or two steps of everything."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_trace.rl.metrics_log import read_metrics
+
+PROGRAM = Path(__file__).parents[3] / "examples" / "tiny_rl" / "run.py"
+SMALL = "--warm-start-steps 2 --prompts 2 --samples 2 --held-out 8 --save-every 1"
+
+
+@pytest.fixture(scope="module")
+def demo():
+    spec = importlib.util.spec_from_file_location("tiny_rl_run", PROGRAM)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def do_runs(demo, one_process, monkeypatch, tmp_path):
+    """Does the runs that flags describe, few problems, into a temporary folder."""
+    monkeypatch.setattr(demo, "TASK_SIZE", 300)
+
+    def do_runs(*flags):
+        options = demo.parse_options([*SMALL.split(), "--output", str(tmp_path), *flags])
+        return options, demo.do_all_runs(options)
+
+    return do_runs
+
+
+def gaps(folder):
+    return [record["gap"] for record in read_metrics(folder / "seed-0" / "trace" / "metrics.jsonl")]
+
+
+def test_runs_end_with_table_figure_and_metrics(demo, do_runs, tmp_path, capsys):
+    options, summaries = do_runs("--steps", "1", "--runs", "bf16", "trace-half")
+    demo.report(options, summaries)
+    assert [summary.name for summary in summaries] == ["bf16", "trace-half"]
+    assert [summary.coverage for summary in summaries[1:]] == [0.5]
+    printed = capsys.readouterr().out
+    assert "seconds in rollout / record / train" in printed
+    assert "No claim about rewards" in printed
+    assert (tmp_path / "seed-0" / "report.png").stat().st_size > 0
+    assert len(json.loads((tmp_path / "summary.json").read_text())) == 2
+
+
+def test_resumed_program_continues_exactly(do_runs, tmp_path):
+    do_runs("--steps", "2", "--runs", "trace")
+    through = gaps(tmp_path)
+    do_runs("--steps", "1", "--runs", "trace")
+    assert gaps(tmp_path) == through[:1]
+    # A checkpoint of the first run would be the latest one.
+    saved = (tmp_path / "seed-0" / "trace" / "checkpoints").iterdir()
+    assert [path.name for path in saved] == ["step-000001"]
+    _, summaries = do_runs("--steps", "2", "--runs", "trace", "--resume")
+    assert gaps(tmp_path) == through
+    assert summaries[0].name == "trace"
+
+
+def test_flags_run_follows_the_trace_flags(do_runs):
+    flags = "--steps 1 --runs flags --trace-hint-layers 3 --trace-hint-bits 4"
+    _, summaries = do_runs(*flags.split())
+    # One of four layers; 4 bits and a scale byte per 16 values of fc1 (128), k and v (64 each).
+    assert summaries[0].hint_bytes_per_token == (128 + 64 + 64) // 2 + (128 + 64 + 64) // 16
+    assert summaries[0].coverage == 0.25
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--trace-method qat", "--trace-method has no effect on --runs bf16 qat trace trace-half"),
+        ("--runs trace --trace-hint-layers 1", "--trace-hint-layers has no effect on --runs trace"),
+    ],
+)
+def test_flag_without_effect_is_refused(demo, flags, message, capsys):
+    with pytest.raises(SystemExit):
+        demo.parse_options(flags.split())
+    assert message in capsys.readouterr().err
