@@ -5,7 +5,13 @@ import math
 import pytest
 import torch
 
-from megatron_trace.formats import E2M1_VALUES, encode, four_over_six, global_scale_from_amax
+from megatron_trace.formats import (
+    E2M1_VALUES,
+    encode,
+    four_over_six,
+    global_scale_from_amax,
+    reference,
+)
 from megatron_trace.testing.assertions import assert_same_bytes
 from megatron_trace.testing.hard_inputs import hard_inputs
 from megatron_trace.testing.integer_inputs import integer_inputs
@@ -20,11 +26,8 @@ def e4m3(value: float) -> float:
 
 def nearest(value: float) -> float:
     """Gives the magnitude of E2M1 nearest to a positive value, of two the even code's."""
-    distances = [abs(value - step) for step in E2M1_VALUES]
-    return (
-        min(range(8), key=lambda i: (distances[i], i % 2))
-        and E2M1_VALUES[min(range(8), key=lambda i: (distances[i], i % 2))]
-    )
+    code = min(range(8), key=lambda code: (abs(value - E2M1_VALUES[code]), code % 2))
+    return E2M1_VALUES[code]
 
 
 def oracle_error(block: list[float], scale: float, error: str) -> float:
@@ -112,8 +115,6 @@ def test_trainers_take_the_recorded_scale_and_choose_nothing() -> None:
 
 
 def test_what_is_stored_is_nvfp4() -> None:
-    from megatron_trace.formats import reference
-
     assert four_over_six.guided is reference.guided
     assert four_over_six.guided_codes is reference.guided_codes
     assert four_over_six.decode is reference.decode
