@@ -1,4 +1,4 @@
-"""What rollout and training exchange: typed hints, their codec, the row guard and the store."""
+"""What rollout and training exchange: typed hints, their codec, the row guard, the store, the files."""
 
 from megatron_trace.hints.codec import (
     decode_bits,
@@ -7,6 +7,8 @@ from megatron_trace.hints.codec import (
     payload_bits,
     stack_rows,
 )
+from megatron_trace.hints.files import HintFiles, HintSource
+from megatron_trace.hints.files_writer import HintFilesWriter
 from megatron_trace.hints.guard import RowHealth, accept_rows
 from megatron_trace.hints.store import HintStore, RecordKind
 from megatron_trace.hints.types import (
@@ -18,7 +20,10 @@ from megatron_trace.hints.types import (
 )
 
 __all__ = [
+    "HintFiles",
+    "HintFilesWriter",
     "HintKey",
+    "HintSource",
     "HintStore",
     "QuantizerSettings",
     "RecordKind",

@@ -19,6 +19,7 @@ from megatron_trace.hints.store import RecordKind
 from megatron_trace.hints.tensor_file import (
     BytesRead,
     DamagedFileError,
+    TensorEntry,
     TensorFile,
     write_tensor_file,
 )
@@ -89,7 +90,17 @@ def write_sample_file(
 
 
 class SampleFile:
-    """The file of one sample and shard; a record's bytes are read when it is asked for."""
+    """The file of one sample and shard; a record's bytes are read when it is asked for.
+
+    Attributes:
+        path: The file.
+        header_crc32: Checksum of the header, which stands for the whole content.
+        sample_id: The sample.
+        policy_version: Version of the weights.
+        settings_digest: Digest of the quantiser settings.
+        num_rows: Rows of every record.
+        shard: Which part of the sample it is.
+    """
 
     def __init__(self, path: Path, counter: BytesRead) -> None:
         """Reads and checks the header.
@@ -120,12 +131,19 @@ class SampleFile:
         """Gives the (layer, site) of the records of a kind, in ascending order."""
         return tuple(sorted(place for stored, place in self._records if stored is kind))
 
-    def record_bytes(self, kind: RecordKind, place: Place) -> int:
-        """Gives the bytes of a record's tensors."""
+    def entries(self, kind: RecordKind, place: Place) -> dict[str, TensorEntry]:
+        """Gives shape and checksum of a record's tensors, by field; nothing is read for it."""
         prefix = _prefix(kind, place) + "/"
-        return sum(
-            entry.num_bytes for name, entry in self._file.entries.items() if name.startswith(prefix)
-        )
+        return {
+            name.removeprefix(prefix): entry
+            for name, entry in self._file.entries.items()
+            if name.startswith(prefix)
+        }
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the file."""
+        return self._file.num_bytes
 
     def record(self, kind: RecordKind, place: Place) -> SiteHint | None:
         """Gives the record of a place, or None where there is none.

@@ -145,8 +145,9 @@ def test_forked_child_may_not_write(tmp_path: Path) -> None:
             files.expire(before=0)
         except RuntimeError as error:
             status = 0 if "forked from it" in str(error) else 2
-        files.close()
-        os._exit(status)
+            files.close()
+        finally:
+            os._exit(status)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     with pytest.raises(RuntimeError, match="being written"):
         HintFilesWriter(tmp_path)
