@@ -1,4 +1,4 @@
-"""What rollout and training exchange: typed hints, their codec, the row guard, the store, the files."""
+"""What rollout and training exchange: hints, their codec, row guard, store and files."""
 
 from megatron_trace.hints.codec import (
     decode_bits,
