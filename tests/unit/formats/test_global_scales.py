@@ -49,6 +49,19 @@ def test_products_with_power_of_two_scales_are_exact_in_bf16() -> None:
         assert bool((y.abs() <= x.abs().max() * (1 + 2.0**-4)).all())
 
 
+def test_codes_and_values_do_not_depend_on_which_power_of_two_it_is() -> None:
+    # Hence a power-of-two scale may even be dynamic: a token is coded alike in every batch, as long
+    # as no block scale leaves E4M3's normal numbers.
+    x = torch.randn(64, 512, generator=torch.Generator().manual_seed(0))
+    codes, scale_bytes = encode(x, 2.0**-9)
+    for exponent in (-10, -8, -6):
+        other_codes, other_bytes = encode(x, 2.0**exponent)
+        assert_same_bytes(other_codes, codes)
+        assert bool((other_bytes.int() == scale_bytes.int() - 8 * (exponent + 9)).all())
+        assert_same_bytes(reference.rtn(x, 2.0**exponent), reference.rtn(x, 2.0**-9))
+    assert (encode(x, 0.0015)[0] != codes).float().mean() > 0.05  # another mantissa: other codes
+
+
 def test_no_block_saturates_under_a_power_of_two_scale() -> None:
     x = torch.randn(64, 512, generator=torch.Generator().manual_seed(0))
     _, scale_bytes = encode(x, global_scale_from_amax(x.abs().max(), power_of_two=True))
