@@ -54,7 +54,7 @@ def test_codes_and_values_do_not_depend_on_which_power_of_two_it_is() -> None:
     # as no block scale leaves E4M3's normal numbers.
     x = torch.randn(64, 512, generator=torch.Generator().manual_seed(0))
     codes, scale_bytes = encode(x, 2.0**-9)
-    for exponent in (-10, -8, -6):
+    for exponent in (-8, -6, -4):
         other_codes, other_bytes = encode(x, 2.0**exponent)
         assert_same_bytes(other_codes, codes)
         assert bool((other_bytes.int() == scale_bytes.int() - 8 * (exponent + 9)).all())
