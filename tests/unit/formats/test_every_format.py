@@ -135,8 +135,8 @@ def test_guided_values_follow_the_rollout_under_noise_where_rtn_does_not(fmt: Fo
     scale = fmt.scale_of(rollout, 0.002)
     y, hint, scale_bytes = fmt.module.rtn_record(rollout, scale, num_bits=1, **fmt.settings)
     guided = fmt.module.guided(trainer, hint, scale_bytes, scale, num_bits=1)
-    # Measured 0 to 8e-6, and 3e-3 to 5e-2.
-    assert (guided != y).float().mean() <= 2e-5
+    # Measured 0, and 5.3e-3 to 4.8e-2.
+    assert (guided != y).float().mean() <= 1e-5
     assert (fmt.module.rtn(trainer, scale, **fmt.settings) != y).float().mean() >= 2e-3
 
 

@@ -50,7 +50,7 @@ def test_choices_follow_the_oracle_in_double_precision(error) -> None:
         if abs(errors[0] - errors[1]) > 1e-5 * errors[0]:
             assert got == (four if errors[1] < errors[0] else six)
         num_fours += got == four
-    assert 200 <= num_fours <= 800, num_fours  # of 1024 blocks
+    assert 200 <= num_fours <= 800, num_fours  # of 1024; measured 447 and 329
 
 
 def test_a_block_with_values_near_5_sixths_takes_4() -> None:
@@ -81,7 +81,7 @@ def test_error_rules_can_choose_differently() -> None:
     scale = four_over_six.global_scale_from_amax(x.abs().max())
     mse, mae = (four_over_six.encode(x, scale, error=error)[1] for error in ("mse", "mae"))
     share = (mse != mae).float().mean().item()
-    assert 0.05 <= share <= 0.2, share  # measured .117
+    assert 0.1 <= share <= 0.2, share  # measured .163
 
 
 def test_either_rule_lowers_its_own_error_and_never_raises_it() -> None:
@@ -94,7 +94,7 @@ def test_either_rule_lowers_its_own_error_and_never_raises_it() -> None:
             ((values - x).abs() ** exponent).unflatten(-1, (-1, 16)).sum(-1) for values in (six, y)
         )
         assert bool((after <= before * (1 + 1e-5)).all())
-        assert after.sum() <= 0.95 * before.sum()
+        assert after.sum() <= 0.96 * before.sum()  # measured .832 and .946
 
 
 def test_errors_that_overflow_keep_6() -> None:
@@ -109,9 +109,9 @@ def test_trainers_take_the_recorded_scale_and_choose_nothing() -> None:
     y, hint, scale_bytes = four_over_six.rtn_record(x, scale, num_bits=1, error="mse")
     noisy = x * (1 + 0.003 * torch.randn(x.shape, generator=torch.Generator().manual_seed(0)))
     guided = four_over_six.guided(noisy, hint, scale_bytes, scale, num_bits=1)
-    assert (guided != y).float().mean() <= 1e-5  # measured 1.9e-6
+    assert (guided != y).float().mean() <= 1e-5  # measured 0
     again = four_over_six.encode(noisy, scale, error="mse")[1]
-    assert (again != scale_bytes).float().mean() >= 0.01  # measured .032: recomputing would differ
+    assert (again != scale_bytes).float().mean() >= 0.02  # measured .049: recomputing would differ
 
 
 def test_what_is_stored_is_nvfp4() -> None:
