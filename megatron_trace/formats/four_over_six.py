@@ -15,7 +15,7 @@ What is stored is NVFP4: the scale byte says which was chosen, `decode`, `guided
 are those of `reference`, and a trainer never chooses. Rules at the edges beyond those there:
 * The error of a block is the sum, in FP32 and from the first column to the last, of the squares (or
   magnitudes) of (dequantised - x). Another order changes a choice only where the two errors agree
-  to about 1e-6; for this reason too choices are recorded and not recomputed.
+  to about 1e-5; for this reason too choices are recorded and not recomputed.
 * Errors that are equal, NaN, or both overflow or vanish in FP32 keep six.
 * The default error is `mse`, as in the paper's repository and ModelOpt; that of Transformer Engine
   is `mae`. Both sides must use the same.
