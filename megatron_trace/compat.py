@@ -7,6 +7,7 @@ changes a number silently.
 from __future__ import annotations
 
 import contextlib
+import queue
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from typing import Any
@@ -122,3 +123,22 @@ def set_quantizer_action(quantizer: Any, action: Callable[[torch.Tensor], torch.
 def quantizer_action(quantizer: Any) -> Callable[[torch.Tensor], torch.Tensor] | None:
     """Gives what `set_quantizer_action` set; None if nothing."""
     return quantizer._quantizer_cache
+
+
+@contextlib.contextmanager
+def checkpoint_writes_in_process() -> Iterator[None]:
+    """Lets a synchronous checkpoint be written without a helper process, inside the context.
+
+    Megatron's writer hands results over through a queue of a spawned manager process, also when it
+    writes in this process. The manager imports the main program again (4 s) and, terminated at the
+    end, prints a traceback, as Megatron's inference modules register one on SIGTERM.
+    """
+    require_version("megatron-core", MEGATRON_CORE, "checkpoint_writes_in_process")
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    previous = filesystem_async._results_queue
+    filesystem_async._results_queue = queue.Queue()
+    try:
+        yield
+    finally:
+        filesystem_async._results_queue = previous

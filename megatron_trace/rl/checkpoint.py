@@ -21,6 +21,7 @@ import torch
 from megatron.core import dist_checkpointing
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
+from megatron_trace import compat
 from megatron_trace.hints.types import QuantizerSettings, Site
 from megatron_trace.rl.run import Progress, RlRun, use_settings_of_engine
 
@@ -42,7 +43,8 @@ def save(run: RlRun, folder: str | Path, *, identity: Mapping[str, Any]) -> Path
     temporary = final.with_name(f"{final.name}.tmp-{os.getpid()}")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
-    dist_checkpointing.save(_sharded_state(run, is_loading=False), str(temporary))
+    with compat.checkpoint_writes_in_process():
+        dist_checkpointing.save(_sharded_state(run, is_loading=False), str(temporary))
     record = {
         "format": _FORMAT,
         "format_version": _FORMAT_VERSION,
