@@ -195,8 +195,8 @@ def code_beyond_7(given: Facts) -> torch.Tensor:
     """
     beyond = torch.zeros_like(given.x[:, 0], dtype=torch.bool)
     for factor in (1.0, 1.5):
-        scale = _nearest_byte(factor * given.quotient).view(torch.float8_e4m3fn).double()
-        beyond |= given.amax / (scale * given.global_scale) >= 7 * (1 - _BESIDE)
+        effective = given.effective(_nearest_byte(factor * given.quotient)).double()
+        beyond |= given.amax / effective >= 7 * (1 - _BESIDE)
     return beyond
 
 
