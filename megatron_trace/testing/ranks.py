@@ -93,9 +93,7 @@ def run_rank(function: Callable[..., Any], folder: str, rank: int, world_size: i
     store = Path(folder) / "store"
     if parallel is None:
         torch.manual_seed(seed)
-        dist.init_process_group(
-            "gloo", store=dist.FileStore(str(store), world_size), rank=rank, world_size=world_size
-        )
+        join_gloo(store, rank=rank, world_size=world_size)
     else:
         # Only here: Megatron takes seconds to import.
         from megatron_trace.testing.single_process import init_rank
@@ -105,6 +103,12 @@ def run_rank(function: Callable[..., Any], folder: str, rank: int, world_size: i
     torch.save(result, Path(folder) / f"result-{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
+
+
+def join_gloo(store: Path, *, rank: int, world_size: int) -> None:
+    """Joins the gloo group of a file store that is fresh for it."""
+    file_store = dist.FileStore(str(store), world_size)  # pyright: ignore[reportPrivateImportUsage]
+    dist.init_process_group("gloo", store=file_store, rank=rank, world_size=world_size)
 
 
 def _start(

@@ -16,6 +16,8 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnBackend
 
+from megatron_trace.testing.ranks import join_gloo
+
 
 @contextlib.contextmanager
 def single_process(*, seed: int) -> Iterator[None]:
@@ -43,8 +45,7 @@ def init_rank(store: Path, *, rank: int, world_size: int, seed: int, **parallel:
         seed: Seed of torch and of Megatron's model-parallel random states.
         **parallel: Sizes for `initialize_model_parallel`, such as expert_model_parallel_size=2.
     """
-    file_store = dist.FileStore(str(store), world_size)  # pyright: ignore[reportPrivateImportUsage]
-    dist.init_process_group("gloo", store=file_store, rank=rank, world_size=world_size)
+    join_gloo(store, rank=rank, world_size=world_size)
     parallel_state.initialize_model_parallel(**parallel)
     model_parallel_cuda_manual_seed(seed, inference_rng_tracker=True, force_reset_rng=True)
     torch.manual_seed(seed)
