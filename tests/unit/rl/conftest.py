@@ -20,14 +20,14 @@ ITEMS = [
 TOKENIZER = CharTokenizer.of_tasks(ITEMS)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def one_process():
     """Megatron's parallel state for one rank, for all tests that build a model."""
     with single_process(seed=0):
         yield
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def weights(one_process):
     """Weights that answer some problems right: samples of a group differ in reward."""
     torch.manual_seed(0)
