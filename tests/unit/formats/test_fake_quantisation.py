@@ -48,16 +48,21 @@ def test_rtn_record_gives_rtn_and_its_codes(name: str, dtype: torch.dtype, num_b
     assert_same_bytes(scale_bytes, expected_bytes, "scale bytes")
 
 
+@pytest.mark.parametrize("rounded_to", [None, torch.bfloat16])
 @pytest.mark.parametrize("num_bits", [1, 4])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_guided_decodes_the_guided_codes(name: str, dtype: torch.dtype, num_bits: int) -> None:
+def test_guided_decodes_the_guided_codes(
+    name: str, dtype: torch.dtype, num_bits: int, rounded_to
+) -> None:
     case = CASES[dtype][name]
     _, hint, scale_bytes = reference.rtn_record(case.x, case.global_scale, num_bits=num_bits)
     x = case.x * 1.01
     codes = guided_codes(x, hint, scale_bytes, case.global_scale, num_bits=num_bits)
-    expected = decode(codes, scale_bytes, case.global_scale, dtype)
+    expected = decode(codes, scale_bytes, case.global_scale, rounded_to or dtype).to(dtype)
     nan = x.isnan() & (expected != 0)
-    got = reference.guided(x, hint, scale_bytes, case.global_scale, num_bits=num_bits)
+    got = reference.guided(
+        x, hint, scale_bytes, case.global_scale, num_bits=num_bits, dtype=rounded_to
+    )
     assert_same_bytes(got, torch.where(nan, x, expected), "values", any_nan=True)
 
 

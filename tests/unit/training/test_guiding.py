@@ -61,12 +61,14 @@ def test_real_rows_are_guided_by_hints_and_padding_is_rounded_to_nearest(
 
 def test_operands_are_rounded_to_bf16_in_an_fp32_trainer_too(build, rollout):
     rolled = rollout()
-    model, sites = _ready(build, rolled, dtype=torch.float32)
+    # The guard would refuse every hint: these values are not those of the rollout.
+    model, sites = _ready(build, rolled, dtype=torch.float32, guard=False)
     micro_batch = make_micro_batch(rolled.samples, rolled.store, sites)
     with sites.micro_batch(micro_batch):
         y = sites.quantise_rows(_values(micro_batch), FC1)
         weight = model.decoder.layers[1].mlp.experts.local_experts[0].linear_fc1
         w, _ = weight.place.weight.current(weight.weight, sites.operand_dtype)
+    assert sites.report().sites[Site.FC1].guided == REAL_ROWS
     assert y.dtype == torch.float32
     assert_same_bytes(y, y.bfloat16().float(), "activation")
     assert w.values.dtype == torch.bfloat16
@@ -74,12 +76,15 @@ def test_operands_are_rounded_to_bf16_in_an_fp32_trainer_too(build, rollout):
 
 def test_the_gradient_is_the_identity_for_guided_and_for_other_rows(build, rollout):
     rolled = rollout()
-    _, sites = _ready(build, rolled)
+    # The guard would refuse every hint: these values are not those of the rollout.
+    _, sites = _ready(build, rolled, guard=False)
     micro_batch = make_micro_batch(rolled.samples, rolled.store, sites)
     x = (1e3 * _values(micro_batch)).requires_grad_()
     grad = _values(micro_batch, seed=2)
     with sites.micro_batch(micro_batch):
         sites.quantise_rows(x, FC1).backward(grad)
+    counts = sites.report().sites[Site.FC1]
+    assert (counts.guided, counts.padding) == (REAL_ROWS, PADDING_ROWS)
     assert_same_bytes(x.grad, grad, "gradient")
 
 
