@@ -11,7 +11,8 @@ from typing import Literal
 Method = Literal["bf16", "qat", "trace"]
 Implementation = Literal["auto", "torch", "triton"]
 HINT_BITS = (1, 4)
-GUIDED_SITES = ("fc1", "k", "v")
+HINT_SITES = ("fc1", "fc2", "k", "v")
+DEFAULT_HINT_SITES = ("fc1", "k", "v")
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,8 @@ class TraceConfig:
         hint_bits: Bits per value of a hint: 1 (mantissa bit) or 4 (full code).
         hint_layers: Checkpoint decoder layers whose hints are recorded: `latter_half`, `all`, or
             comma-separated indices such as `2,3`.
-        hint_sites: Sites that are recorded and guided, of fc1, k, v.
+        hint_sites: Sites that are recorded and guided, of fc1, fc2, k, v. fc2 takes top-k times the
+            expert's hidden size a token, and needs routing replay.
         missing_hints: What a recorded place without its hint does: `error`, or `rtn` (rounding to
             nearest, counted and reported).
         guard: Whether implausible hint rows are rejected (rounded to nearest and counted).
@@ -35,6 +37,9 @@ class TraceConfig:
             to nearest under the rollout's scale.
         diagnostic_share: Share of the samples that also carry full codes, for metrics only.
         check_finite: Whether NaN or Inf at a quantised site raises an error that names it.
+        save_packed_activations: Whether training keeps the quantised inputs of the routed experts'
+            linears for backward as codes and block scales, 4.5 bit a value; the gradients have the
+            same bits either way.
         implementation: Kernels of the number formats: `torch`, `triton`, or `auto` (Triton where
             the tensor is on a GPU).
     """
@@ -42,7 +47,7 @@ class TraceConfig:
     method: Method = "trace"
     hint_bits: int = 1
     hint_layers: str = "latter_half"
-    hint_sites: tuple[str, ...] = field(default=GUIDED_SITES)
+    hint_sites: tuple[str, ...] = field(default=DEFAULT_HINT_SITES)
     missing_hints: Literal["error", "rtn"] = "error"
     guard: bool = True
     guard_max_far_blocks: float = 0.25
@@ -50,6 +55,7 @@ class TraceConfig:
     guard_min_parity_agreement: float = 0.65
     diagnostic_share: float = 0.0
     check_finite: bool = True
+    save_packed_activations: bool = False
     implementation: Implementation = "auto"
 
     def __post_init__(self) -> None:
@@ -60,10 +66,10 @@ class TraceConfig:
         _require(self.hint_bits in HINT_BITS, "hint_bits", "1 or 4", self.hint_bits)
         _require(
             bool(self.hint_sites)
-            and set(self.hint_sites) <= set(GUIDED_SITES)
+            and set(self.hint_sites) <= set(HINT_SITES)
             and len(set(self.hint_sites)) == len(self.hint_sites),
             "hint_sites",
-            f"distinct sites of {', '.join(GUIDED_SITES)}",
+            f"distinct sites of {', '.join(HINT_SITES)}",
             self.hint_sites,
         )
         _require(
@@ -91,6 +97,16 @@ class TraceConfig:
             raise ValueError(
                 f"diagnostic_share={self.diagnostic_share} has no effect with method=bf16, which "
                 "quantises nothing; set it to 0 or choose qat or trace"
+            )
+        if self.save_packed_activations and self.method == "bf16":
+            raise ValueError(
+                "save_packed_activations has no effect with method=bf16, which quantises nothing; "
+                "switch it off or choose qat or trace"
+            )
+        if self.save_packed_activations and not self.check_finite:
+            raise ValueError(
+                "save_packed_activations contradicts check_finite=False: a NaN has no code, so it "
+                "would vanish; switch one of them the other way"
             )
         if self.hint_layers not in ("latter_half", "all"):
             _parse_layers(self.hint_layers)

@@ -12,7 +12,7 @@ from megatron.core.inference.inference_request import DynamicInferenceRequest
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.transformer import TransformerConfig
 
-from megatron_trace.config import GUIDED_SITES, TraceConfig
+from megatron_trace.config import DEFAULT_HINT_SITES, TraceConfig
 from megatron_trace.hints import HintStore, QuantizerSettings, RolloutSample, Site
 from megatron_trace.models.hybrid import causal_mask, decoder_layers
 from megatron_trace.rollout.kv_cache import kv_bytes_per_token
@@ -327,7 +327,9 @@ class RolloutEngine:
     def _recorded_places(self) -> list[Place]:
         if not self.quantised:
             return []
-        sites = GUIDED_SITES if self.trace.diagnostic_share > 0 else self._hint_sites()
+        sites = set(self._hint_sites())
+        if self.trace.diagnostic_share > 0:
+            sites |= {*DEFAULT_HINT_SITES, *self.trace.hint_sites}
         layers = self.trace.recorded_layers(1 + max(layer.index for layer in self.layers))
         return [
             (layer, site) for layer, site in self._places() if layer in layers and site in sites

@@ -44,3 +44,21 @@ class EngineMoELayer(DispatchInputMoELayer):
         dispatcher: Any = self.token_dispatcher
         routing_map: torch.Tensor = dispatcher.routing_map
         return int(routing_map[:, expert].nonzero()[row])
+
+    def slots_of_expert(self, expert: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Gives where the rows of an expert's input belong, in the order of the rows, on one rank.
+
+        Slots are numbered as in the routing record of the engine's running step, from which the
+        samples get theirs.
+
+        Args:
+            expert: Expert of the layer.
+
+        Returns:
+            tokens: int64 [rows], ascending.
+            slots: int64 [rows], 0 to top-k - 1.
+        """
+        router: Any = self.router
+        chosen: torch.Tensor = router.router_replay.get_recorded_indices()
+        tokens, slots = (chosen == expert).nonzero(as_tuple=True)
+        return tokens, slots

@@ -213,8 +213,14 @@ def _action(
 ) -> Callable[[torch.Tensor], torch.Tensor]:
     if site == Site.FC2:
         moe = cast("EngineMoELayer", layer.moe)
-        row_of = partial(moe.token_of_row, expert)
-        return partial(sites.quantise, layer.index, site, row_of=row_of)
+        return partial(
+            sites.quantise_slots,
+            layer.index,
+            site,
+            row_of=partial(moe.token_of_row, expert),
+            slots=partial(moe.slots_of_expert, expert),
+            num_slots=moe.config.moe_router_topk,
+        )
 
     def record(x: torch.Tensor) -> torch.Tensor:
         """Quantises [S, B, H] or [S, B, G, D], in which a row is a token."""

@@ -1,7 +1,7 @@
 """What the engine's quantisers did, by sample, token position, decoder layer and site.
 
 Legend: N rows of one engine step that belong to a request, R rows of a sample, K values of a row,
-B = K / 16 blocks of a row.
+B = K / 16 blocks of a row, k expert slots of a token. A row of fc2 is its k slots side by side.
 """
 
 from __future__ import annotations
@@ -17,6 +17,15 @@ from megatron_trace.hints import Site
 Place = tuple[int, Site]
 
 
+@dataclass(frozen=True)
+class _Slots:
+    """Rows of one step whose slots come expert by expert."""
+
+    packed_codes: torch.Tensor
+    scale_bytes: torch.Tensor
+    filled: torch.Tensor
+
+
 @dataclass
 class _Step:
     """One forward of the engine: whose rows it computed, and what the quantisers gave."""
@@ -24,6 +33,7 @@ class _Step:
     request_ids: torch.Tensor
     positions: torch.Tensor
     rows: dict[Place, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    slots: dict[Place, _Slots] = field(default_factory=dict)
 
 
 class Recorder:
@@ -85,6 +95,10 @@ class Recorder:
         index = int(step.request_ids[row]) - self._first_request_id
         return f"sample {self._sample_ids[index]}, position {int(step.positions[row])}"
 
+    def keeps(self, layer: int, site: Site) -> bool:
+        """Whether the rows of a place are kept in the running step."""
+        return bool(self._keep and self._steps) and (layer, site) in self.places
+
     def put(
         self, layer: int, site: Site, packed_codes: torch.Tensor, scale_bytes: torch.Tensor
     ) -> None:
@@ -99,9 +113,9 @@ class Recorder:
         Raises:
             RuntimeError: The place was recorded in this step already.
         """
-        place = (layer, site)
-        if not (self._keep and self._steps and place in self.places):
+        if not self.keeps(layer, site):
             return
+        place = (layer, site)
         started = time.perf_counter()
         step = self._steps[-1]
         if place in step.rows:
@@ -112,6 +126,59 @@ class Recorder:
         rows = len(step.positions)
         # A view would keep the padding alive.
         step.rows[place] = (packed_codes[:rows].clone(), scale_bytes[:rows].clone())
+        self.seconds += time.perf_counter() - started
+
+    def put_slots(
+        self,
+        layer: int,
+        site: Site,
+        packed_codes: torch.Tensor,
+        scale_bytes: torch.Tensor,
+        *,
+        slots: tuple[torch.Tensor, torch.Tensor],
+        num_slots: int,
+    ) -> None:
+        """Keeps what a quantiser gave for some (token, slot) of the running step.
+
+        Args:
+            layer: Decoder layer.
+            site: Site.
+            packed_codes: uint8 [rows, bytes of a slot].
+            scale_bytes: uint8 [rows, blocks of a slot].
+            slots: Token and slot of every row, int64 [rows] each; tokens from N on are padding.
+            num_slots: Slots k of a token.
+
+        Raises:
+            RuntimeError: A slot was recorded in this step already, or there are more or fewer
+                slots than rows.
+        """
+        if not self.keeps(layer, site):
+            return
+        started = time.perf_counter()
+        step, (tokens, columns) = self._steps[-1], slots
+        if len(tokens) != len(packed_codes):
+            raise RuntimeError(
+                f"layer {layer}, site {site}: the quantiser got {len(packed_codes)} rows, but the "
+                f"routing record of the step says {len(tokens)}"
+            )
+        known = step.slots.get((layer, site))
+        if known is None:
+            shape = (len(step.positions), num_slots)
+            known = step.slots[layer, site] = _Slots(
+                packed_codes.new_zeros(*shape, packed_codes.shape[1]),
+                scale_bytes.new_zeros(*shape, scale_bytes.shape[1]),
+                torch.zeros(shape, dtype=torch.bool, device=packed_codes.device),
+            )
+        real = tokens < len(step.positions)
+        index = tokens[real], columns[real]
+        if known.filled[index].any():
+            raise RuntimeError(
+                f"layer {layer}, site {site} was quantised twice in one step of the engine; its "
+                "rows cannot be told apart"
+            )
+        known.packed_codes[index] = packed_codes[real]
+        known.scale_bytes[index] = scale_bytes[real]
+        known.filled[index] = True
         self.seconds += time.perf_counter() - started
 
     def take(self, num_rows: Sequence[int]) -> dict[Place, tuple[torch.Tensor, torch.Tensor]]:
@@ -136,14 +203,18 @@ class Recorder:
         return records
 
     def _rows(self, step: _Step, place: Place) -> tuple[torch.Tensor, torch.Tensor]:
-        if place not in step.rows:
-            layer, site = place
-            raise RuntimeError(
-                f"layer {layer}, site {site} was not quantised in a step that computed "
-                f"{len(step.positions)} rows, the first of {self._name(int(step.request_ids[0]))}; "
-                "the engine bypassed its quantiser"
-            )
-        return step.rows[place]
+        if place in step.rows:
+            return step.rows[place]
+        slots = step.slots.get(place)
+        if slots is not None and slots.filled.all():
+            return slots.packed_codes.flatten(1), slots.scale_bytes.flatten(1)
+        layer, site = place
+        what = "quantised" if slots is None else "quantised in every expert slot"
+        raise RuntimeError(
+            f"layer {layer}, site {site} was not {what} in a step that computed "
+            f"{len(step.positions)} rows, the first of {self._name(int(step.request_ids[0]))}; "
+            "the engine bypassed its quantiser"
+        )
 
     def _row_order(self, num_rows: Sequence[int]) -> torch.Tensor:
         """Gives the permutation that sorts the recorded rows by sample and position."""

@@ -74,28 +74,41 @@ class RolloutSites:
         self.recorder.put(layer, site, packed_codes, scale_bytes)
         return y, packed_codes, scale_bytes
 
-    def quantise(
-        self, layer: int, site: Site, x: torch.Tensor, row_of: Callable[[int], int]
+    def quantise_slots(
+        self,
+        layer: int,
+        site: Site,
+        x: torch.Tensor,
+        *,
+        row_of: Callable[[int], int],
+        slots: Callable[[], tuple[torch.Tensor, torch.Tensor]],
+        num_slots: int,
     ) -> torch.Tensor:
-        """Quantises rows that are not the step's tokens in their order, without recording them.
+        """Quantises the rows of one expert, and records them if the place is recorded.
 
         Args:
             layer: Decoder layer.
             site: fc2.
-            x: BF16 [N, K].
-            row_of: Gives the token's row in the step for a row of x.
+            x: BF16 [N, K], a row per (token, expert slot) that the expert computes.
+            row_of: Gives the token's row in the step for a row of x, for error messages.
+            slots: Gives token and slot of the rows of x, int64 [N] each; called if recorded.
+            num_slots: Expert slots of a token.
 
         Returns:
             BF16 [N, K], fake-quantised.
         """
         self.calls[site] += 1
         self.check_finite(layer, site, x, row_of)
-        return ops.rtn(
-            x,
-            self.scale(layer, site),
-            dtype=OPERAND_DTYPE,
-            implementation=self.trace.implementation,
+        scale, implementation = self.scale(layer, site), self.trace.implementation
+        if not self.recorder.keeps(layer, site):
+            return ops.rtn(x, scale, dtype=OPERAND_DTYPE, implementation=implementation)
+        y, packed_codes, scale_bytes = ops.rtn_record(
+            x, scale, num_bits=4, dtype=OPERAND_DTYPE, implementation=implementation
         )
+        self.recorder.put_slots(
+            layer, site, packed_codes, scale_bytes, slots=slots(), num_slots=num_slots
+        )
+        return y
 
     def check_finite(
         self, layer: int, site: Site, x: torch.Tensor, row_of: Callable[[int], int] | None = None

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 from unittest import mock
 
 import torch
@@ -107,7 +108,7 @@ def record(
         samples: Tokens and routing.
         store: Gets the hints.
         num_bits: Bits of a hint.
-        places: Places to record; None records fc1, k and v of every layer.
+        places: Places to record; None records fc1, k and v of every layer. With fc2, on one rank.
         codes: Whether to store full codes for diagnostics too.
     """
     samples = [replace(s, settings_digest=sites.settings.digest()) for s in samples]
@@ -115,7 +116,12 @@ def record(
     guided = [place for place in sites.shape.places if place[1] is not Site.FC2]
     for place in guided if places is None else places:
         scale = sites.settings.global_scale(*place)
-        all_codes, scale_bytes = encode(torch.cat(seen[place].inputs), scale)
+        if place[1] is Site.FC2:
+            routing = micro_batch.routing[sites.shape.moe_layers.index(place[0])]
+            values = slots_side_by_side(seen[place].inputs, routing)
+        else:
+            values = torch.cat(seen[place].inputs)
+        all_codes, scale_bytes = encode(values, scale)
         for column, sample in enumerate(samples):
             rows = torch.arange(sample.num_rows) * len(samples) + column
             key = HintKey(sample.sample_id, *place, sample.policy_version, sample.settings_digest)
@@ -139,6 +145,25 @@ def _forward_recorded(
     return micro_batch, seen, logprobs
 
 
+def slots_side_by_side(
+    rows_of_experts: Sequence[torch.Tensor], experts: torch.Tensor
+) -> torch.Tensor:
+    """Gives a row per token, its expert slots side by side, from the rows of expert after expert.
+
+    Args:
+        rows_of_experts: [rows, K] of each expert, tokens ascending.
+        experts: int64 [T, k]; the routing record.
+
+    Returns:
+        [T, k * K].
+    """
+    rows = torch.cat(list(rows_of_experts))
+    slots = rows.new_full((*experts.shape, rows.shape[1]), torch.nan)
+    _, order = experts.flatten().sort(stable=True)
+    slots.view(-1, rows.shape[1])[order] = rows
+    return slots.flatten(1)
+
+
 @dataclass
 class SeenValues:
     """What the quantiser of a place got and gave, call by call.
@@ -156,12 +181,16 @@ class SeenValues:
 def seen_values(sites: TraceSites) -> Iterator[dict[Place, SeenValues]]:
     """Collects what the activation quantisers of a model get and give, by place."""
     seen: dict[Place, SeenValues] = {}
-    quantised, rounding = Rounding.quantised, sites.rounding
+    quantised, rounding, slot_rounding = Rounding.quantised, sites.rounding, sites.slot_rounding
     last: list[Place] = []
 
     def noting_place(layer: int, site: Site, rows: torch.Tensor | None) -> Rounding:
         last[:] = [(layer, site)]
         return rounding(layer, site, rows)
+
+    def noting_slots(rows: torch.Tensor, place: Place, *args: Any) -> Rounding:
+        last[:] = [place]
+        return slot_rounding(rows, place, *args)
 
     def noting_values(self: Rounding, rows: torch.Tensor) -> torch.Tensor:
         values = quantised(self, rows)
@@ -172,6 +201,7 @@ def seen_values(sites: TraceSites) -> Iterator[dict[Place, SeenValues]]:
 
     with (
         mock.patch.object(sites, "rounding", noting_place),
+        mock.patch.object(sites, "slot_rounding", noting_slots),
         mock.patch.object(Rounding, "quantised", noting_values),
     ):
         yield seen

@@ -62,5 +62,6 @@ def _own_modules(model: HybridModel) -> set[int]:
         if layer.attention is not None:
             own.add(id(layer.attention.core_attention))
         own.add(id(layer.moe))
+        own.add(id(getattr(layer.moe, "experts", None)))
         own.update(id(linear) for _, _, linear in named_expert_linears(layer))
     return own

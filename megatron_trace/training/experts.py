@@ -1,11 +1,15 @@
 """MoE layer and expert linears that compute with what the rollout computed with.
 
-Legend: S positions, B samples, H hidden size.
+Legend: S positions, B samples, H hidden size, N rows that the experts receive.
 """
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,8 +18,12 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from megatron_trace.formats import ops
 from megatron_trace.hints.types import Site
-from megatron_trace.models.moe import DispatchInputMoELayer
+from megatron_trace.models.moe import DispatchInputMoELayer, UnweightedSequentialMLP
+from megatron_trace.training.dispatch import dispatch_rows
+from megatron_trace.training.products import packed_product, weighted_product
+from megatron_trace.training.rounding import PackedRows
 from megatron_trace.training.sites import TraceSites
+from megatron_trace.training.slots import SlotRows
 from megatron_trace.training.weights import ExpertWeight
 
 
@@ -30,6 +38,21 @@ class MoEPlace:
 
     sites: TraceSites
     layer: int
+
+
+@dataclass(frozen=True)
+class ExpertsPlace:
+    """Where the routed experts of a layer stand.
+
+    Attributes:
+        sites: The model's `TraceSites`.
+        layer: Decoder layer of the checkpoint.
+        moe: MoE layer that they belong to.
+    """
+
+    sites: TraceSites
+    layer: int
+    moe: GuidedMoELayer
 
 
 @dataclass(frozen=True)
@@ -60,16 +83,115 @@ class ExpertPlace:
         return dispatcher.routing_map[:, self.expert].nonzero()[:, 0]
 
 
+@dataclass(frozen=True)
+class ExpertRows:
+    """What one expert's linears must know of their rows.
+
+    Attributes:
+        probs: [rows]; the router's probability.
+        slots: Hints of the rows at fc2; None if there are none.
+        packed_input: Codes of fc1's input; None if backward keeps its values.
+    """
+
+    probs: torch.Tensor
+    slots: SlotRows | None
+    packed_input: PackedRows | None
+
+
+_EXPERT_ROWS: ContextVar[ExpertRows] = ContextVar("megatron_trace_expert_rows")
+
+
+@contextlib.contextmanager
+def _expert_rows(rows: ExpertRows) -> Iterator[None]:
+    """Tells an expert's linears about their rows; Megatron's MLP passes nothing but values on."""
+    token = _EXPERT_ROWS.set(rows)
+    try:
+        yield
+    finally:
+        _EXPERT_ROWS.reset(token)
+
+
 class GuidedMoELayer(DispatchInputMoELayer):
     """Quantises each token once, before dispatch; router and shared experts read the original."""
 
     place: MoEPlace | None = None
+    packed_tokens: PackedRows | None = None
 
     def transform_dispatch_input(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Gives the fake-quantised input of the routed experts, [S, B, H]."""
         if self.place is None:
             return hidden_states
-        return self.place.sites.quantise_rows(hidden_states, (self.place.layer, Site.FC1))
+        sites, layer = self.place.sites, self.place.layer
+        if sites.trace.save_packed_activations:
+            quantised, self.packed_tokens = sites.quantise_and_pack(
+                hidden_states, (layer, Site.FC1)
+            )
+            return quantised
+        return sites.quantise_rows(hidden_states, (layer, Site.FC1))
+
+    def routed_experts_compute(
+        self, hidden_states: torch.Tensor, probs: torch.Tensor
+    ) -> tuple[torch.Tensor, None]:
+        """Computes the routed experts."""
+        try:
+            return super().routed_experts_compute(hidden_states, probs)
+        finally:
+            self.packed_tokens = None
+
+
+class GuidedExperts(UnweightedSequentialMLP):
+    """Experts whose fc2 input is rounded by the hints of its (token, expert slot) rows."""
+
+    place: ExpertsPlace | None = None
+
+    def forward(
+        self,
+        permuted_local_hidden_states: torch.Tensor,
+        tokens_per_expert: torch.Tensor,
+        permuted_probs: torch.Tensor,
+    ) -> tuple[torch.Tensor, None]:
+        """Gives the weighted outputs of the local experts.
+
+        Args:
+            permuted_local_hidden_states: [N, H], rows of one expert after those of another.
+            tokens_per_expert: integer [local experts].
+            permuted_probs: [N], router probability of each row.
+
+        Returns:
+            [N, H] in the input's dtype, and no bias.
+        """
+        if self.place is None:
+            return super().forward(permuted_local_hidden_states, tokens_per_expert, permuted_probs)
+        splits = tokens_per_expert.tolist()
+        parts = zip(
+            self.local_experts,
+            permuted_local_hidden_states.split(splits),
+            self._rows_of_experts(splits, permuted_probs),
+            strict=True,
+        )
+        outputs = []
+        for expert, hidden_states, rows in parts:
+            with _expert_rows(rows):
+                # QuantisedWeightFc2 applies the probability.
+                outputs.append(expert(hidden_states, None)[0])
+        return torch.cat(outputs), None
+
+    def _rows_of_experts(self, splits: list[int], probs: torch.Tensor) -> list[ExpertRows]:
+        assert self.place is not None, "checked by forward"
+        sites, moe = self.place.sites, self.place.moe
+        nothing: list[None] = [None] * len(splits)
+        dispatcher: Any = moe.token_dispatcher
+        slots = sites.dispatched_slots((self.place.layer, Site.FC2), dispatcher)
+        packed = moe.packed_tokens
+        if packed is not None:
+            packed = packed.moved(partial(dispatch_rows, dispatcher))
+        rows = zip(
+            probs.split(splits),
+            nothing if slots is None else slots.split(splits),
+            nothing if packed is None else packed.split(splits),
+            strict=True,
+        )
+        return [ExpertRows(*parts) for parts in rows]
 
 
 class QuantisedWeightFc1(ColumnParallelLinear):
@@ -83,13 +205,21 @@ class QuantisedWeightFc1(ColumnParallelLinear):
     def _forward_impl(
         self, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
-        if self.place is not None:
-            weight = _quantised_weight(weight, self.place)
+        if self.place is None:
+            return super()._forward_impl(input, weight, *args, **kwargs)
+        values = _quantised_weight(weight, self.place)
+        packed = _EXPERT_ROWS.get().packed_input
+        if packed is not None:
+            return packed_product(input, packed, weight, values)
+        weight = ops.straight_through(weight, values.to(weight.dtype))
         return super()._forward_impl(input, weight, *args, **kwargs)
 
 
 class QuantisedWeightFc2(RowParallelLinear):
-    """Second linear of an expert, with quantised weight and quantised unweighted input."""
+    """Second linear of an expert, with quantised weight and quantised unweighted input.
+
+    Its output is multiplied by the router's probability.
+    """
 
     place: ExpertPlace | None = None
 
@@ -97,15 +227,23 @@ class QuantisedWeightFc2(RowParallelLinear):
         self, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
         place = self.place
-        if place is not None:
-            input = place.sites.quantise_fc2(
-                input, (place.layer, Site.FC2), place.expert, place.token_rows
-            )
-            weight = _quantised_weight(weight, place)
-        return super()._forward_impl(input, weight, *args, **kwargs)
+        if place is None:
+            return super()._forward_impl(input, weight, *args, **kwargs)
+        rows = _EXPERT_ROWS.get()
+        rounding = place.sites.slot_rounding(
+            input, (place.layer, Site.FC2), place.expert, rows.slots, place.token_rows
+        )
+        return weighted_product(
+            input,
+            rows.probs,
+            weight,
+            _quantised_weight(weight, place),
+            rounding,
+            save_packed=place.sites.trace.save_packed_activations,
+        )
 
 
 def _quantised_weight(weight: torch.Tensor, place: ExpertPlace) -> torch.Tensor:
     quantised, fresh = place.weight.current(weight, place.sites.operand_dtype)
     place.sites.count_weight((place.layer, place.expert, place.matrix), fresh=fresh)
-    return ops.straight_through(weight, quantised.values.to(weight.dtype))
+    return quantised.values

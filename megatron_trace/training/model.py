@@ -16,6 +16,7 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 
 from megatron_trace.config import TraceConfig
 from megatron_trace.formats import BLOCK_SIZE
+from megatron_trace.hints.types import Site
 from megatron_trace.models.attention import SDPACoreAttention
 from megatron_trace.models.hybrid import (
     HybridModules,
@@ -31,6 +32,8 @@ from megatron_trace.training.attention import (
 )
 from megatron_trace.training.experts import (
     ExpertPlace,
+    ExpertsPlace,
+    GuidedExperts,
     GuidedMoELayer,
     MoEPlace,
     QuantisedWeightFc1,
@@ -43,6 +46,7 @@ from megatron_trace.training.sites import TraceSites
 
 QUANTISING_MODULES = HybridModules(
     moe_layer=GuidedMoELayer,
+    experts=GuidedExperts,
     expert_fc1=QuantisedWeightFc1,
     expert_fc2=QuantisedWeightFc2,
 )
@@ -174,6 +178,11 @@ def _require_supported(config: TransformerConfig, trace: TraceConfig) -> None:
         for name in ("kv_channels", "hidden_size", "moe_ffn_hidden_size"):
             size = getattr(config, name)
             unsupported[f"{name}={size}, not a multiple of {BLOCK_SIZE}"] = size % BLOCK_SIZE != 0
+    if trace.method == "trace" and Site.FC2 in trace.hint_sites:
+        # A hint's slots are those of the rollout's experts.
+        unsupported[
+            "hint_sites with fc2 and moe_enable_routing_replay=False"
+        ] = not config.moe_enable_routing_replay
     if config.moe_enable_routing_replay:
         # Both choose experts without asking the replay instance.
         unsupported["moe_router_fusion"] = config.moe_router_fusion
@@ -198,6 +207,7 @@ def _bind(model: HybridModel, sites: TraceSites) -> None:
             continue
         moe: Any = layer.moe
         moe.place = MoEPlace(sites, layer.index)
+        moe.experts.place = ExpertsPlace(sites, layer.index, moe)
         for expert, matrix, module in named_expert_linears(layer):
             linear: Any = module
             linear.place = ExpertPlace(sites, layer.index, expert, matrix, moe)

@@ -14,6 +14,7 @@ from megatron_trace.hints.types import Site
 from megatron_trace.metrics import CodeMismatch, UsedHints, compare_codes
 from megatron_trace.training.rounding import HintRows, Rounding, saturated_blocks
 from megatron_trace.training.shape import ExpertMatrix, Place
+from megatron_trace.training.slots import SlotRows
 
 if TYPE_CHECKING:
     from megatron_trace.training.micro_batch import MicroBatch
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 class SiteReport:
     """Counts of one site over all decoder layers.
 
+    A row is a token; at fc2 it is a token's expert slot, counted where the expert is.
     Rows are counted once per micro-batch, however often it is forwarded (recomputation, a second
     pass); calls are counted each time. The row counts add up to the rows that were quantised.
 
@@ -31,7 +33,8 @@ class SiteReport:
         guided: Rows rounded by the rollout's hint.
         rejected: Rows whose hint the guard refused; rounded to nearest.
         missing: Rows without a hint where hints are recorded; rounded to nearest.
-        not_recorded: Rows of places whose hints are not recorded: all of method qat and of fc2.
+        not_recorded: Rows of places whose hints are not recorded, such as all of method qat; at fc2
+            those of padding too.
         padding: Rows of padding; rounded to nearest.
         blocks: Blocks that were quantised.
         saturated_blocks: Blocks whose largest magnitude exceeds what the static global scale holds.
@@ -152,6 +155,36 @@ class Tally:
             not_recorded=0 if recorded else real,
             padding=micro_batch.valid.numel() - real,
         )
+
+    def add_slots(
+        self, place: Place, values: torch.Tensor, rounding: Rounding, slots: SlotRows | None
+    ) -> None:
+        """Adds the rows of one expert at fc2.
+
+        Args:
+            place: Decoder layer and fc2.
+            values: float [rows, K].
+            rounding: How they are rounded.
+            slots: What is known of the rows.
+        """
+        scale, num_rows = rounding.global_scale, values.shape[0]
+        if slots is None or slots.hint is None or rounding.hint is None:
+            self.add_rows(place, values, scale, not_recorded=num_rows)
+        else:
+            guided, present, real = (
+                rows.sum() for rows in (rounding.hint.has_hint, slots.hint.has_hint, slots.real)
+            )
+            self.add_rows(
+                place,
+                values,
+                scale,
+                guided=guided,
+                rejected=present - guided,
+                missing=real - present,
+                padding=num_rows - real,
+            )
+        if slots is not None and slots.codes is not None:
+            self.add_mismatch(place, values, rounding, slots.codes)
 
     def add_routing(self, compared: int, different: torch.Tensor) -> None:
         """Adds one MoE layer's comparison of live and recorded routing."""

@@ -6,13 +6,31 @@ Legend: N rows, K values of a row, B = K / 16 blocks of a row, A = K * num_bits 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from megatron_trace.config import TraceConfig
-from megatron_trace.formats import BLOCK_SIZE, E2M1_MAX, E4M3_MAX, ops
+from megatron_trace.formats import (
+    BLOCK_SIZE,
+    E2M1_MAX,
+    E4M3_MAX,
+    decode,
+    encode,
+    guided_codes,
+    ops,
+    pack_codes,
+    unpack_codes,
+)
 from megatron_trace.hints.guard import accept_rows
+
+RowMove = Callable[[torch.Tensor], torch.Tensor]
+
+
+def move_together(move: RowMove, *parts: torch.Tensor) -> list[torch.Tensor]:
+    """Gives rows of bytes, uint8 [N, bytes] each, where a move of rows takes them."""
+    moved = move(torch.cat(parts, dim=-1))
+    return [part.contiguous() for part in moved.split([part.shape[-1] for part in parts], dim=-1)]
 
 
 @dataclass(frozen=True)
@@ -40,6 +58,14 @@ class HintRows:
             self.has_hint.to(device),
         )
 
+    def moved(self, move: RowMove) -> HintRows:
+        """Gives the rows where a move takes them; a row of zeros that it adds has no hint."""
+        present = self.has_hint.to(torch.uint8).unsqueeze(-1)
+        payload, scale_bytes, present = move_together(move, self.payload, self.scale_bytes, present)
+        return replace(
+            self, payload=payload, scale_bytes=scale_bytes, has_hint=present.squeeze(-1) != 0
+        )
+
     def accepted(
         self, values: torch.Tensor, global_scale: float, trace: TraceConfig
     ) -> torch.Tensor:
@@ -63,6 +89,38 @@ class HintRows:
             min_parity_agreement=trace.guard_min_parity_agreement,
         )
         return self.has_hint & health.accepted
+
+
+@dataclass(frozen=True)
+class PackedRows:
+    """An operand as the codes and block scales that it was quantised to.
+
+    Attributes:
+        packed_codes: uint8 [N, K / 2].
+        scale_bytes: uint8 [N, B].
+        global_scale: Static decode-side scale.
+        operand_dtype: dtype in which dequantised values are rounded.
+    """
+
+    packed_codes: torch.Tensor
+    scale_bytes: torch.Tensor
+    global_scale: float
+    operand_dtype: torch.dtype
+
+    def values(self, dtype: torch.dtype) -> torch.Tensor:
+        """Gives the dequantised operand, dtype [N, K]."""
+        codes = unpack_codes(self.packed_codes)
+        return decode(codes, self.scale_bytes, self.global_scale, self.operand_dtype).to(dtype)
+
+    def moved(self, move: RowMove) -> PackedRows:
+        """Gives the rows where a move takes them."""
+        packed_codes, scale_bytes = move_together(move, self.packed_codes, self.scale_bytes)
+        return replace(self, packed_codes=packed_codes, scale_bytes=scale_bytes)
+
+    def split(self, sizes: list[int]) -> list[PackedRows]:
+        """Gives consecutive parts of the rows."""
+        parts = zip(self.packed_codes.split(sizes), self.scale_bytes.split(sizes), strict=True)
+        return [replace(self, packed_codes=codes, scale_bytes=scales) for codes, scales in parts]
 
 
 @dataclass(frozen=True)
@@ -105,6 +163,27 @@ class Rounding:
         rest = ~self.hint.has_hint
         guided[rest] = self._nearest(values[rest])
         return guided
+
+    def packed(self, values: torch.Tensor) -> PackedRows:
+        """Gives the codes whose dequantised values `quantised` gives.
+
+        Args:
+            values: float [N, K], finite: a NaN that is guided has no code.
+        """
+        values, hint = values.detach(), self.hint
+        codes, scale_bytes = encode(values, self.global_scale)
+        if hint is not None:
+            guided = guided_codes(
+                values,
+                hint.payload,
+                hint.scale_bytes,
+                self.global_scale,
+                num_bits=hint.num_bits,
+            )
+            has_hint = hint.has_hint.unsqueeze(-1)
+            codes = torch.where(has_hint, guided, codes)
+            scale_bytes = torch.where(has_hint, hint.scale_bytes, scale_bytes)
+        return PackedRows(pack_codes(codes), scale_bytes, self.global_scale, self.operand_dtype)
 
     def _nearest(self, values: torch.Tensor) -> torch.Tensor:
         return ops.rtn(

@@ -25,6 +25,7 @@ class ModelShape:
         num_experts: Routed experts of a MoE layer, over all ranks.
         top_k: Experts of a token.
         hidden_size: Values of an fc1 row.
+        expert_values: Values of one expert slot at fc2: the experts' hidden size.
         kv_values: Values of a k or v row: KV heads times head dim.
         max_sequence_length: Longest sequence in tokens.
     """
@@ -36,6 +37,7 @@ class ModelShape:
     num_experts: int
     top_k: int
     hidden_size: int
+    expert_values: int
     kv_values: int
     max_sequence_length: int
 
@@ -47,7 +49,9 @@ class ModelShape:
         return tuple(sorted(moe + attention))
 
     def row_width(self, site: Site) -> int:
-        """Gives the values of a row at a guided site."""
+        """Gives the values of a token's row at a site; at fc2 its expert slots side by side."""
+        if site is Site.FC2:
+            return self.top_k * self.expert_values
         return self.hidden_size if site is Site.FC1 else self.kv_values
 
 
@@ -65,6 +69,7 @@ def model_shape(model: HybridModel, max_sequence_length: int) -> ModelShape:
     """
     config, layers = model.config, decoder_layers(model)
     assert config.num_moe_experts, "build_hybrid_model demands experts"
+    assert config.moe_ffn_hidden_size, "TransformerConfig fills it in"
     assert config.num_query_groups, "TransformerConfig fills it in"
     assert config.kv_channels, "TransformerConfig fills it in"
     return ModelShape(
@@ -79,6 +84,7 @@ def model_shape(model: HybridModel, max_sequence_length: int) -> ModelShape:
         num_experts=config.num_moe_experts,
         top_k=config.moe_router_topk,
         hidden_size=config.hidden_size,
+        expert_values=config.moe_ffn_hidden_size,
         kv_values=config.num_query_groups * config.kv_channels,
         max_sequence_length=max_sequence_length,
     )

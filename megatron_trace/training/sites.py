@@ -13,14 +13,21 @@ from typing import TYPE_CHECKING
 
 import torch
 from megatron.core.models.hybrid.hybrid_model import HybridModel
+from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 
 from megatron_trace.config import TraceConfig
 from megatron_trace.formats import BLOCK_SIZE, ops
 from megatron_trace.hints.types import QuantizerSettings, Site
 from megatron_trace.training.audit import foreign_quantisers, unexpected_quantising
 from megatron_trace.training.report import Tally, TraceReport
-from megatron_trace.training.rounding import Rounding, require_finite
+from megatron_trace.training.rounding import (
+    HintRows,
+    PackedRows,
+    Rounding,
+    require_finite,
+)
 from megatron_trace.training.shape import ExpertMatrix, ModelShape, Place, place_name
+from megatron_trace.training.slots import SlotRows, dispatched_slots, no_slot_hints
 
 if TYPE_CHECKING:
     from megatron_trace.training.micro_batch import MicroBatch
@@ -72,12 +79,14 @@ class TraceSites:
         self._scope: _Scope | None = None
         self._tally = Tally()
         self._checkpointed_in_scope = False
-        recorded = set(trace.recorded_layers(shape.num_layers))
-        self.recorded_places: tuple[Place, ...] = tuple(
+        layers = set(trace.recorded_layers(shape.num_layers))
+        # Places of the configuration's hints, whether or not the method uses them.
+        self._hint_places = tuple(
             place
             for place in shape.places
-            if self.guides and place[0] in recorded and str(place[1]) in trace.hint_sites
+            if place[0] in layers and str(place[1]) in trace.hint_sites
         )
+        self.recorded_places: tuple[Place, ...] = self._hint_places if self.guides else ()
 
     @property
     def device(self) -> torch.device:
@@ -159,7 +168,8 @@ class TraceSites:
 
         Raises:
             RuntimeError: Another micro-batch is in force, or replay is impossible.
-            ValueError: The micro-batch was made for another model or other quantiser settings.
+            ValueError: The micro-batch was made for another model or other quantiser settings, or
+                fc2 is guided without replay.
         """
         if self._scope is not None:
             raise RuntimeError(
@@ -181,6 +191,11 @@ class TraceSites:
             raise RuntimeError(
                 "routing cannot be replayed: the model was built with "
                 "moe_enable_routing_replay=False; set it, or pass replay_routing=False"
+            )
+        if not replay_routing and any(site is Site.FC2 for _, site in self.recorded_places):
+            raise ValueError(
+                "replay_routing=False contradicts hint_sites with fc2: hints of fc2 belong to the "
+                "rollout's experts; replay the routing, or leave fc2 out of hint_sites"
             )
         self._scope = _Scope(micro_batch, replay_routing)
         try:
@@ -263,24 +278,64 @@ class TraceSites:
         self.count_call(*place)
         return ops.straight_through(x, rounding.quantised(rows).view(x.shape))
 
-    def quantise_fc2(
+    def quantise_and_pack(self, x: torch.Tensor, place: Place) -> tuple[torch.Tensor, PackedRows]:
+        """Gives what `quantise_rows` gives, and the codes of the N rows.
+
+        Args:
+            x: float [S, B, ...].
+            place: Decoder layer and site: fc1, k or v.
+        """
+        rows = x.detach().flatten(2).flatten(0, 1)
+        packed = self.rounding(*place, rows).packed(rows)
+        self.count_call(*place)
+        return ops.straight_through(x, packed.values(x.dtype).view(x.shape)), packed
+
+    def dispatched_slots(self, place: Place, dispatcher: MoETokenDispatcher) -> SlotRows | None:
+        """Gives what is known of the rows that the local experts got; None if nothing is.
+
+        Whether it communicates depends on the configuration only, so that all ranks do it or none.
+
+        Args:
+            place: Decoder layer and fc2.
+            dispatcher: The layer's dispatcher, which has just dispatched the micro-batch.
+        """
+        micro_batch = self._scope_at(place).micro_batch
+        hint, codes = (known.get(place) for known in (micro_batch.hints, micro_batch.codes))
+        if place in self.recorded_places:
+            hint = hint or self._no_hints(place, micro_batch, self.trace.hint_bits)
+        if not self.diagnostics:
+            codes = None
+        elif place in self._hint_places:
+            codes = codes or self._no_hints(place, micro_batch, 4)
+        elif dispatcher.ep_size > 1:
+            codes = None
+        experts = micro_batch.routing[self.shape.moe_layers.index(place[0])]
+        return dispatched_slots(dispatcher, experts, micro_batch.valid.flatten(), hint, codes)
+
+    def _no_hints(self, place: Place, micro_batch: MicroBatch, num_bits: int) -> HintRows:
+        width = self.shape.row_width(place[1])
+        return no_slot_hints(micro_batch.valid.numel(), width, num_bits, self.device)
+
+    def slot_rounding(
         self,
         x: torch.Tensor,
         place: Place,
         expert: int,
+        slots: SlotRows | None,
         token_rows: Callable[[], torch.Tensor | None],
-    ) -> torch.Tensor:
-        """Fake-quantises the unweighted activations of one expert by rounding to nearest.
+    ) -> Rounding:
+        """Gives how the unweighted activations of one expert are rounded, and counts the call.
+
+        A row is rounded by the hint of its token and expert slot if it has one that the guard
+        accepts, and to nearest otherwise.
 
         Args:
             x: float [rows, K].
             place: Decoder layer and `Site.FC2`.
             expert: Global index of the expert.
+            slots: What `dispatched_slots` knows of these rows.
             token_rows: Gives which of the micro-batch's N rows the rows of x are, or None if that
                 is not known; only called for an error message.
-
-        Returns:
-            Like x.
         """
         scope = self._scope_at(place)
         rows = x.detach()
@@ -293,11 +348,15 @@ class TraceSites:
 
         if self.trace.check_finite:
             require_finite(rows, place_name(place), name)
-        rounding = self.rounding(*place, None)
+        rounding = self._to_nearest(place)
+        hint = None if slots is None else slots.hint
+        if hint is not None:
+            accepted = hint.accepted(rows, rounding.global_scale, self.trace)
+            rounding = replace(rounding, hint=replace(hint, has_hint=accepted))
         self.count_call(*place)
         if scope.first_time((place, expert)):
-            self._tally.add_rows(place, rows, rounding.global_scale, not_recorded=rows.shape[0])
-        return ops.straight_through(x, rounding.quantised(rows))
+            self._tally.add_slots(place, rows, rounding, slots)
+        return rounding
 
     def rounding(self, layer: int, site: Site, values: torch.Tensor | None) -> Rounding:
         """Gives how the operand of a place is rounded; the same when asked again.
@@ -308,20 +367,23 @@ class TraceSites:
         Args:
             layer: Decoder layer of the checkpoint.
             site: Site.
-            values: float [N, K], the values of every token; None at fc2, which has no hints.
+            values: float [N, K], the values of every token; None at fc2, whose rows are no tokens,
+                where experts do not ask for `slot_rounding`.
 
         Raises:
             RuntimeError: No micro-batch is in force, or the settings are not known.
-            ValueError: The rows are not those of the micro-batch, or a value is NaN or Inf.
+            ValueError: The rows are not those of the micro-batch, a value is NaN or Inf, or fc2 is
+                guided and its values are not given.
         """
         place = (layer, site)
         scope = self._scope_at(place)
-        plain = Rounding(
-            self.settings.global_scale(layer, site),
-            operand_dtype=self.operand_dtype,
-            implementation=self.trace.implementation,
-        )
+        plain = self._to_nearest(place)
         if values is None:
+            if place in self.recorded_places:
+                raise ValueError(
+                    f"{place_name(place)} is guided, which Transformer Engine's experts cannot do "
+                    "yet; leave fc2 out of hint_sites"
+                )
             return plain
         micro_batch = scope.micro_batch
         _require_rows(values.shape[0], micro_batch, place_name(place))
@@ -338,6 +400,13 @@ class TraceSites:
             if self.diagnostics and place in micro_batch.codes:
                 self._tally.add_mismatch(place, values, rounding, micro_batch.codes[place])
         return rounding
+
+    def _to_nearest(self, place: Place) -> Rounding:
+        return Rounding(
+            self.settings.global_scale(*place),
+            operand_dtype=self.operand_dtype,
+            implementation=self.trace.implementation,
+        )
 
     # Counters.
 

@@ -19,56 +19,20 @@ from typing import Protocol
 
 import torch
 
-from megatron_trace.formats import encode, guided_codes, pack_codes
 from megatron_trace.hints.types import Site
-from megatron_trace.training.rounding import HintRows, Rounding
+from megatron_trace.training.rounding import Rounding, RowMove
 
 
-def moved(rounding: Rounding, move: Callable[[torch.Tensor], torch.Tensor]) -> Rounding:
+def moved(rounding: Rounding, move: RowMove) -> Rounding:
     """Gives the rounding of rows that `move` takes where an operand's rows went.
 
     Args:
         rounding: Rounding of the operand's N rows.
         move: From uint8 [N, bytes] to uint8 [other rows, bytes]; a row of zeros has no hint.
     """
-    hint = rounding.hint
-    if hint is None:
+    if rounding.hint is None:
         return rounding
-    present = hint.has_hint.to(torch.uint8).unsqueeze(-1)
-    sizes = [hint.payload.shape[1], hint.scale_bytes.shape[1], 1]
-    rows = move(torch.cat((hint.payload, hint.scale_bytes, present), dim=-1))
-    payload, scale_bytes, present = torch.split(rows, sizes, dim=-1)
-    hint = HintRows(
-        payload.contiguous(), scale_bytes.contiguous(), hint.num_bits, present.squeeze(-1) != 0
-    )
-    return replace(rounding, hint=hint)
-
-
-def operand_codes(rounding: Rounding, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gives the codes whose decoded values `rounding.quantised(values)` gives.
-
-    Args:
-        rounding: Rounding of the N rows.
-        values: float [N, K].
-
-    Returns:
-        packed codes: uint8 [N, K / 2].
-        scale_bytes: uint8 [N, B], E4M3.
-    """
-    values, hint = values.detach(), rounding.hint
-    codes, scale_bytes = encode(values, rounding.global_scale)
-    if hint is not None:
-        guided = guided_codes(
-            values,
-            hint.payload,
-            hint.scale_bytes,
-            rounding.global_scale,
-            num_bits=hint.num_bits,
-        )
-        has_hint = hint.has_hint.unsqueeze(-1)
-        codes = torch.where(has_hint, guided, codes)
-        scale_bytes = torch.where(has_hint, hint.scale_bytes, scale_bytes)
-    return pack_codes(codes), scale_bytes
+    return replace(rounding, hint=rounding.hint.moved(move))
 
 
 class RoundingSource(Protocol):
@@ -86,7 +50,7 @@ class RoundingSource(Protocol):
             layer: Decoder layer of the checkpoint.
             site: fc1 or fc2.
             values: For fc1 the routed input [tokens, K] before dispatch, whose rows the hints
-                follow; None for fc2, which has no hints.
+                follow; None for fc2, which is not guided here.
 
         Raises:
             LookupError: The place is guided, and its hints are missing.
@@ -167,7 +131,8 @@ class LinearCall:
     @functools.cached_property
     def _codes(self) -> tuple[torch.Tensor, torch.Tensor]:
         self._note()
-        return operand_codes(self.rounding, self.values)
+        packed = self.rounding.packed(self.values)
+        return packed.packed_codes, packed.scale_bytes
 
     def _note(self) -> None:
         self.was_quantised = True

@@ -37,8 +37,8 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron_trace.hints.types import Site
 from megatron_trace.models.hybrid import HybridModules, decoder_layers
 from megatron_trace.training import te_recipe
+from megatron_trace.training.dispatch import dispatch_rows
 from megatron_trace.training.rounding import Rounding
-from megatron_trace.training.te_dispatch import dispatch_rows
 from megatron_trace.training.te_rows import (
     ExpertCall,
     LinearCall,

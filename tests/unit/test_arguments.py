@@ -15,28 +15,28 @@ EVERY_FLAG = """
     --trace-method qat
     --trace-hint-bits 4
     --trace-hint-layers 1,3
-    --trace-hint-sites fc1 v
+    --trace-hint-sites fc1 fc2 v
     --trace-missing-hints rtn
     --no-trace-guard
     --trace-guard-max-far-blocks 0.5
     --trace-guard-max-scale-steps 3
     --trace-guard-min-parity-agreement 0.7
     --trace-diagnostic-share 0.25
-    --no-trace-check-finite
+    --trace-save-packed-activations
     --trace-implementation torch
 """
 EVERY_FIELD_CHANGED = TraceConfig(
     method="qat",
     hint_bits=4,
     hint_layers="1,3",
-    hint_sites=("fc1", "v"),
+    hint_sites=("fc1", "fc2", "v"),
     missing_hints="rtn",
     guard=False,
     guard_max_far_blocks=0.5,
     guard_max_scale_steps=3,
     guard_min_parity_agreement=0.7,
     diagnostic_share=0.25,
-    check_finite=False,
+    save_packed_activations=True,
     implementation="torch",
 )
 
@@ -68,7 +68,21 @@ def test_every_field_has_a_flag() -> None:
         for field in dataclasses.fields(TraceConfig)
         if getattr(config, field.name) == getattr(TraceConfig(), field.name)
     ]
-    assert unchanged == [], "EVERY_FLAG must set each field to something that is not its default"
+    # check_finite=False contradicts save_packed_activations, so it has a test of its own.
+    assert unchanged == ["check_finite"], "EVERY_FLAG must set each field to another value"
+    assert not parsed("--no-trace-check-finite").check_finite
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--trace-method bf16", "save_packed_activations has no effect with method=bf16"),
+        ("--no-trace-check-finite", "contradicts check_finite=False"),
+    ],
+)
+def test_packed_activations_that_contradict_another_setting_are_refused(flags, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        parsed("--trace-save-packed-activations", *flags.split())
 
 
 def test_every_field_is_documented() -> None:

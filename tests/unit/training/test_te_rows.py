@@ -19,7 +19,6 @@ from megatron_trace.training.te_rows import (
     expert_call,
     linear_call,
     moved,
-    operand_codes,
     pad_rows,
     padded_positions,
     rows_of_part,
@@ -140,9 +139,10 @@ def test_codes_decode_to_the_quantised_values() -> None:
     values = _values()
     has_hint = torch.arange(len(values)) % 3 != 0
     rounding = _rounding(values, has_hint=has_hint)
-    packed, scale_bytes = operand_codes(rounding, values)
-    decoded = decode(unpack_codes(packed), scale_bytes, SCALE, torch.bfloat16)
+    packed = rounding.packed(values)
+    decoded = decode(unpack_codes(packed.packed_codes), packed.scale_bytes, SCALE, torch.bfloat16)
     assert torch.equal(decoded, rounding.quantised(values))
+    assert torch.equal(packed.values(torch.bfloat16), decoded)
 
 
 def test_rows_without_hint_are_rounded_to_nearest() -> None:

@@ -3,7 +3,7 @@
 Megatron's dispatchers move hidden states only. These functions repeat, for rows of bytes, the moves
 that a dispatcher has just made, from the indices and split sizes that it keeps for the way back.
 
-Legend: T tokens of this rank, N rows that its experts receive.
+Legend: T tokens of this rank, k expert slots of a token, N rows that this rank's experts receive.
 """
 
 from __future__ import annotations
@@ -36,14 +36,27 @@ def dispatch_rows(dispatcher: MoETokenDispatcher, rows: torch.Tensor) -> torch.T
 
     Source: Megatron-Core 0.19.2, transformer/moe/token_dispatcher.py.
     """
-    if isinstance(dispatcher, MoEAlltoAllTokenDispatcher):
-        return _all_to_all(dispatcher, rows)
-    if isinstance(dispatcher, MoEAllGatherTokenDispatcher):
-        return _all_gather(dispatcher, rows)
-    raise ValueError(
-        f"hint rows cannot follow tokens through {type(dispatcher).__name__}; use "
-        "moe_token_dispatcher_type=alltoall or allgather"
-    )
+    return _dispatched(dispatcher, rows, None)
+
+
+def dispatch_slot_rows(
+    dispatcher: MoETokenDispatcher, rows: torch.Tensor, experts: torch.Tensor
+) -> torch.Tensor:
+    """Gives for every row that the local experts receive the row of its token and expert slot.
+
+    Args:
+        dispatcher: A dispatcher that has just dispatched the T tokens, see `dispatch_rows`.
+        rows: uint8 [T, k, bytes], in the order of tokens and slots.
+        experts: int64 [T, k]; the expert of each slot.
+
+    Returns:
+        uint8 [N, bytes]; zeros where the token has no slot of the expert, so that its routing is
+        not the one that `experts` says.
+
+    Raises:
+        ValueError: The dispatcher is of a kind whose moves are unknown.
+    """
+    return _dispatched(dispatcher, rows, experts)
 
 
 def token_of_each_row(
@@ -63,7 +76,38 @@ def token_of_each_row(
     return routing_map.T.nonzero()[:, 1] if fused else permutation
 
 
-def _all_to_all(dispatcher: MoEAlltoAllTokenDispatcher, rows: torch.Tensor) -> torch.Tensor:
+def _dispatched(
+    dispatcher: MoETokenDispatcher, rows: torch.Tensor, experts: torch.Tensor | None
+) -> torch.Tensor:
+    if isinstance(dispatcher, MoEAlltoAllTokenDispatcher):
+        return _all_to_all(dispatcher, rows, experts)
+    if isinstance(dispatcher, MoEAllGatherTokenDispatcher):
+        return _all_gather(dispatcher, rows, experts)
+    raise ValueError(
+        f"hint rows cannot follow tokens through {type(dispatcher).__name__}; use "
+        "moe_token_dispatcher_type=alltoall or allgather"
+    )
+
+
+def _copies(
+    rows: torch.Tensor,
+    experts: torch.Tensor | None,
+    token: torch.Tensor,
+    routing_map: torch.Tensor,
+    first_expert: int,
+) -> torch.Tensor:
+    """Gives the row of each copy of a token, of which `token` [copies] says the token."""
+    if experts is None:
+        return rows.index_select(0, token)
+    expert = first_expert + routing_map.T.nonzero()[:, 0]
+    here = experts.index_select(0, token) == expert.unsqueeze(-1)
+    chosen = rows[token, here.to(torch.uint8).argmax(-1)]
+    return chosen * here.any(-1, keepdim=True)
+
+
+def _all_to_all(
+    dispatcher: MoEAlltoAllTokenDispatcher, rows: torch.Tensor, experts: torch.Tensor | None
+) -> torch.Tensor:
     if dispatcher.drop_and_pad:
         raise ValueError(
             "hint rows cannot follow tokens with moe_pad_expert_input_to_capacity, which drops "
@@ -76,7 +120,7 @@ def _all_to_all(dispatcher: MoEAlltoAllTokenDispatcher, rows: torch.Tensor) -> t
     )
     rows = all_to_all(
         dispatcher.ep_group,
-        rows.index_select(0, token),
+        _copies(rows, experts, token, dispatcher.routing_map, 0),
         dispatcher.output_splits,
         dispatcher.input_splits,
     )
@@ -96,12 +140,16 @@ def _all_to_all(dispatcher: MoEAlltoAllTokenDispatcher, rows: torch.Tensor) -> t
     return rows
 
 
-def _all_gather(dispatcher: MoEAllGatherTokenDispatcher, rows: torch.Tensor) -> torch.Tensor:
+def _all_gather(
+    dispatcher: MoEAllGatherTokenDispatcher, rows: torch.Tensor, experts: torch.Tensor | None
+) -> torch.Tensor:
     if dispatcher.tp_size > 1 or dispatcher.ep_size > 1:
         rows = gather_from_sequence_parallel_region(rows, group=dispatcher.tp_ep_group)
+        if experts is not None:
+            experts = gather_from_sequence_parallel_region(experts, group=dispatcher.tp_ep_group)
     token = token_of_each_row(
         dispatcher.local_map,
         dispatcher.reversed_local_input_permutation_mapping,
         fused=dispatcher.config.moe_permute_fusion,
     )
-    return rows.index_select(0, token)
+    return _copies(rows, experts, token, dispatcher.local_map, dispatcher.local_expert_indices[0])

@@ -30,7 +30,7 @@ def _dispatch(rank: int, kind: str) -> None:
 
     from megatron_trace.models.moe import HostSplitsDispatcher
     from megatron_trace.testing.single_process import tiny_moe_config
-    from megatron_trace.training.te_dispatch import dispatch_rows
+    from megatron_trace.training.dispatch import dispatch_rows
 
     ep_size = parallel_state.get_expert_model_parallel_world_size()
     num_local = NUM_EXPERTS // ep_size

@@ -12,7 +12,7 @@ from megatron.core.transformer.moe.token_dispatcher import (
 
 from megatron_trace.models.moe import HostSplitsDispatcher
 from megatron_trace.testing.single_process import tiny_moe_config
-from megatron_trace.training.te_dispatch import dispatch_rows, token_of_each_row
+from megatron_trace.training.dispatch import dispatch_rows, token_of_each_row
 
 NUM_EXPERTS = 4
 H = 8

@@ -1,0 +1,130 @@
+"""Products of the routed experts, with what backward needs kept as BF16 values or as packed codes.
+
+    fc1   y = X Wq^T             X the quantised routed input
+    fc2   y = (Q(a) Wq^T) p      a the activation, p the router's probability of each row
+
+dgrad uses the quantised weight Wq, wgrad the quantised input, and the gradient of a passes its
+quantiser unchanged. fc2's output is not kept: backward multiplies Q(a) and Wq again for the
+gradient of p. Both ways of keeping the input give the same bits.
+
+Legend: N rows of one expert, K values of a row, M outputs of a row.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from megatron_trace.training.rounding import PackedRows, Rounding
+
+
+def packed_product(
+    x: torch.Tensor, packed: PackedRows, weight: torch.Tensor, quantised_weight: torch.Tensor
+) -> torch.Tensor:
+    """Gives the product of a quantised input with a quantised weight, keeping the codes only.
+
+    Args:
+        x: float [N, K]; the quantised input.
+        packed: Its codes.
+        weight: float [M, K]; the parameter, which gets the gradient.
+        quantised_weight: [M, K]; its dequantised codes.
+
+    Returns:
+        [N, M] in the dtype of x.
+    """
+    return _PackedProduct.apply(x, weight, quantised_weight, packed)  # pyright: ignore[reportReturnType]
+
+
+def weighted_product(
+    activation: torch.Tensor,
+    probs: torch.Tensor,
+    weight: torch.Tensor,
+    quantised_weight: torch.Tensor,
+    rounding: Rounding,
+    *,
+    save_packed: bool,
+) -> torch.Tensor:
+    """Gives the product of an activation, quantised here, with a quantised weight, times p.
+
+    Args:
+        activation: float [N, K], not multiplied by p.
+        probs: float [N]; p.
+        weight: float [M, K]; the parameter, which gets the gradient.
+        quantised_weight: [M, K]; its dequantised codes.
+        rounding: How the activation is quantised.
+        save_packed: Whether backward keeps the quantised activation as codes.
+
+    Returns:
+        [N, M] in the dtype of the activation.
+    """
+    packed = rounding.packed(activation) if save_packed else None
+    quantised = rounding.quantised(activation) if packed is None else None
+    return _WeightedProduct.apply(  # pyright: ignore[reportReturnType]
+        activation, weight, probs, quantised_weight, quantised, packed
+    )
+
+
+class _PackedProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x, weight, quantised_weight, packed):
+        _keep(ctx, None, packed, quantised_weight)
+        return x @ quantised_weight.to(x.dtype).t()
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs):
+        (grad,) = grad_outputs
+        x, quantised_weight = _kept(ctx, grad.dtype)
+        return grad.matmul(quantised_weight), grad.t().matmul(x), None, None
+
+
+class _WeightedProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, activation, weight, probs, quantised_weight, quantised, packed):
+        _keep(ctx, quantised, packed, quantised_weight, probs)
+        if quantised is None:
+            quantised = packed.values(activation.dtype)
+        output = quantised @ quantised_weight.to(activation.dtype).t()
+        return (output * probs.unsqueeze(-1)).to(output.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs):
+        (grad,) = grad_outputs
+        quantised, quantised_weight, probs = _kept(ctx, grad.dtype)
+        # As autograd differentiates the multiplication, which runs in the wider of both dtypes.
+        wide = grad.to(torch.promote_types(grad.dtype, probs.dtype))
+        grad_probs = None
+        if ctx.needs_input_grad[2]:
+            output = quantised @ quantised_weight.t()
+            grad_probs = (wide * output).sum(-1).to(probs.dtype)
+        grad_output = (wide * probs.unsqueeze(-1)).to(grad.dtype)
+        return (
+            grad_output.matmul(quantised_weight),
+            grad_output.t().matmul(quantised),
+            grad_probs,
+            None,
+            None,
+            None,
+        )
+
+
+def _keep(
+    ctx: Any, quantised: torch.Tensor | None, packed: PackedRows | None, *others: torch.Tensor
+) -> None:
+    if packed is None:
+        assert quantised is not None, "the input is kept one way or the other"
+        ctx.packed = None
+        ctx.save_for_backward(quantised, *others)
+        return
+    ctx.packed = packed.global_scale, packed.operand_dtype
+    ctx.save_for_backward(packed.packed_codes, packed.scale_bytes, *others)
+
+
+def _kept(ctx: Any, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Gives the quantised input, the quantised weight in the same dtype, and what else was kept."""
+    if ctx.packed is None:
+        values, quantised_weight, *others = ctx.saved_tensors
+    else:
+        packed_codes, scale_bytes, quantised_weight, *others = ctx.saved_tensors
+        values = PackedRows(packed_codes, scale_bytes, *ctx.packed).values(dtype)
+    return [values, quantised_weight.to(dtype), *others]

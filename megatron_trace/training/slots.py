@@ -1,0 +1,128 @@
+"""Hints of fc2, one per (token, expert slot), in the order of the rows that experts receive.
+
+A hint of fc2 has a row per token: its expert slots side by side, in the order of the sample's
+routing record. An expert's rows are some slots of some tokens, with expert parallelism also of
+other ranks.
+
+Legend: T tokens of this rank, k expert slots of a token, N rows that this rank's experts receive,
+A payload bytes and B blocks of one slot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
+
+from megatron_trace.formats import BLOCK_SIZE
+from megatron_trace.training.dispatch import dispatch_slot_rows
+from megatron_trace.training.rounding import HintRows, move_together
+
+
+@dataclass(frozen=True)
+class SlotRows:
+    """What is known of rows at fc2.
+
+    Attributes:
+        real: bool [N]; rows of tokens, not of padding.
+        hint: Their hints; None where the place is not guided.
+        codes: The rollout's full codes, for metrics; None where they are not compared.
+    """
+
+    real: torch.Tensor
+    hint: HintRows | None
+    codes: HintRows | None
+
+    def split(self, sizes: Sequence[int]) -> list[SlotRows]:
+        """Gives consecutive parts of the rows."""
+        hints = _split(self.hint, sizes)
+        codes = _split(self.codes, sizes)
+        real = self.real.split(list(sizes))
+        return [SlotRows(*part) for part in zip(real, hints, codes, strict=True)]
+
+
+def no_slot_hints(
+    num_tokens: int, num_values: int, num_bits: int, device: torch.device
+) -> HintRows:
+    """Gives the rows [T, ...] of tokens that have no hint.
+
+    Args:
+        num_tokens: T.
+        num_values: Values of a token's row.
+        num_bits: Bits per value.
+        device: Where the rows are.
+    """
+
+    def zeros(*shape: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+    return HintRows(
+        zeros(num_tokens, num_values * num_bits // 8),
+        zeros(num_tokens, num_values // BLOCK_SIZE),
+        num_bits,
+        zeros(num_tokens, dtype=torch.bool),
+    )
+
+
+def dispatched_slots(
+    dispatcher: MoETokenDispatcher,
+    experts: torch.Tensor,
+    real: torch.Tensor,
+    hint: HintRows | None,
+    codes: HintRows | None,
+) -> SlotRows | None:
+    """Gives what is known of every row that the local experts receive; None if nothing is.
+
+    With more than one rank it communicates, so that all ranks must give hints, or none, and codes,
+    or none. See `dispatch.dispatch_rows` for when to call it.
+
+    Args:
+        dispatcher: A dispatcher that has just dispatched the T tokens.
+        experts: int64 [T, k]; the routing record.
+        real: bool [T]; tokens, not padding.
+        hint: Hints of the T tokens, k slots in a row.
+        codes: Full codes of the T tokens, likewise.
+    """
+    given = [rows for rows in (hint, codes) if rows is not None]
+    if not given:
+        return None
+    num_slots = experts.shape[1]
+    move = partial(_move_slots, dispatcher, experts)
+    flags = [real, *(rows.has_hint for rows in given)]
+    parts = [flag.repeat_interleave(num_slots).to(torch.uint8).unsqueeze(-1) for flag in flags]
+    for rows in given:
+        parts += [
+            part.reshape(part.shape[0] * num_slots, -1) for part in (rows.payload, rows.scale_bytes)
+        ]
+    moved = move_together(move, *parts)
+    arrived = [flag.squeeze(-1) != 0 for flag in moved[: len(flags)]]
+    bytes_of = moved[len(flags) :]
+    found = iter(
+        HintRows(bytes_of[2 * i], bytes_of[2 * i + 1], rows.num_bits, arrived[1 + i])
+        for i, rows in enumerate(given)
+    )
+    return SlotRows(
+        arrived[0],
+        next(found) if hint is not None else None,
+        next(found) if codes is not None else None,
+    )
+
+
+def _move_slots(
+    dispatcher: MoETokenDispatcher, experts: torch.Tensor, rows: torch.Tensor
+) -> torch.Tensor:
+    """Takes uint8 [T * k, bytes] to uint8 [N, bytes]."""
+    return dispatch_slot_rows(dispatcher, rows.view(*experts.shape, rows.shape[-1]), experts)
+
+
+def _split(rows: HintRows | None, sizes: Sequence[int]) -> list[HintRows] | list[None]:
+    if rows is None:
+        return [None] * len(sizes)
+    parts = [part.split(list(sizes)) for part in (rows.payload, rows.scale_bytes, rows.has_hint)]
+    return [
+        HintRows(payload, scale_bytes, rows.num_bits, has_hint)
+        for payload, scale_bytes, has_hint in zip(*parts, strict=True)
+    ]
