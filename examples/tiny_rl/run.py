@@ -90,11 +90,12 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--samples", type=int, default=8, help="samples of a prompt (default 8)")
     parser.add_argument("--learning-rate", type=float, default=3e-5, help="default 3e-5")
     parser.add_argument("--trainer-dtype", choices=["bf16", "fp32"], default="bf16")
+    parser.add_argument("--trainer-attention", choices=["megatron", "sdpa"], default="megatron")
     parser.add_argument("--warm-start-steps", type=int, default=300, help="default 300")
     parser.add_argument("--held-out", type=int, default=400, help="problems (default 400)")
     parser.add_argument("--tasks", type=Path, help="JSONL prompt file (default: made here)")
     parser.add_argument("--output", type=Path, default=Path("out/tiny_rl"))
-    parser.add_argument("--save-every", type=int, default=0, help="steps between checkpoints")
+    parser.add_argument("--save-every", type=int, default=10, help="steps; 0 saves nothing")
     parser.add_argument("--resume", action="store_true", help="continue from --output")
     add_trace_arguments(parser)
     parser.set_defaults(trace_diagnostic_share=0.125)
@@ -117,6 +118,7 @@ def run_settings(options: argparse.Namespace, name: str, seed: int) -> RunSettin
         trace=trace,
         optimizer=OptimizerSettings(learning_rate=options.learning_rate),
         trainer_dtype=options.trainer_dtype,
+        trainer_attention=options.trainer_attention,
         prompts_per_step=options.prompts,
         samples_per_prompt=options.samples,
         micro_batch_samples=128,
@@ -187,9 +189,8 @@ def saved_steps(folder: Path, options: argparse.Namespace) -> Path | None:
     checkpoints = folder / "checkpoints"
     if not options.resume:
         shutil.rmtree(checkpoints, ignore_errors=True)
-    if not checkpoints.is_dir() or not any(checkpoints.glob("step-*")):
-        return None
-    return checkpoint.latest(checkpoints)
+    # Nothing is saved of a run that the interruption kept from its first checkpoint.
+    return checkpoint.latest(checkpoints) if any(checkpoints.glob("step-??????")) else None
 
 
 def do_run(
@@ -219,7 +220,8 @@ def do_run(
         )
         done = run.progress.step
         if options.save_every and (done % options.save_every == 0 or done == options.steps):
-            checkpoint.save(run, folder / "checkpoints", identity=identity)
+            saved = checkpoint.save(run, folder / "checkpoints", identity=identity)
+            checkpoint.drop_others(saved)
     accuracies = json.loads(before_file.read_text()), evaluate(run, held_out)
     print(f"{title}: {options.steps} steps, held-out accuracy {accuracies[1]:.3f}", flush=True)
     return accuracies

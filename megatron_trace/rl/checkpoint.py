@@ -63,20 +63,28 @@ def save(run: RlRun, folder: str | Path, *, identity: Mapping[str, Any]) -> Path
     return final
 
 
+def drop_others(checkpoint: Path) -> None:
+    """Removes the checkpoints of other steps beside this one."""
+    for path in _complete(checkpoint.parent):
+        if path != checkpoint:
+            shutil.rmtree(path)
+
+
 def latest(folder: str | Path) -> Path:
     """Gives the complete checkpoint of the latest step.
 
     Raises:
         ValueError: The folder has none.
     """
-    found = [
-        path
-        for path in (Path(folder).iterdir() if Path(folder).is_dir() else ())
-        if re.fullmatch(r"step-\d{6,}", path.name)
-    ]
+    found = _complete(Path(folder))
     if not found:
         raise ValueError(f"{folder} has no checkpoint (a folder step-...); start without resuming")
     return max(found, key=lambda path: int(path.name.removeprefix("step-")))
+
+
+def _complete(folder: Path) -> list[Path]:
+    paths = folder.iterdir() if folder.is_dir() else ()
+    return [path for path in paths if re.fullmatch(r"step-\d{6,}", path.name)]
 
 
 def resume(run: RlRun, checkpoint: str | Path, *, identity: Mapping[str, Any]) -> None:

@@ -109,29 +109,28 @@ def save_figure(
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(13, 4), layout="constrained")
+    figure = Figure(figsize=(13, 4.3), layout="constrained")
     FigureCanvasAgg(figure)
     gap_axes, reward_axes, mismatch_axes = figure.subplots(1, 3)
-    for run in runs:
-        steps = records[run.name]
-        gap_axes.plot([record["gap"]["mean"] for record in steps], label=run.name)
-        reward_axes.plot([record["reward"] for record in steps], label=run.name)
+    width = 0.8 / len(runs)
+    for number, run in enumerate(runs):
+        style = {"color": f"C{number}", "label": run.name}
+        gap_axes.plot([record["gap"]["mean"] for record in records[run.name]], **style)
+        reward_axes.plot([record["reward"] for record in records[run.name]], **style)
+        places = [place for place, site in enumerate(SITES) if site in run.mismatch]
+        shares = [run.mismatch[SITES[place]].as_trained for place in places]
+        lefts = [place + (number - (len(runs) - 1) / 2) * width for place in places]
+        bars = mismatch_axes.bar(lefts, shares, width, **style)
+        mismatch_axes.bar_label(bars, [f"{s:.0e}" if s else "0" for s in shares], fontsize=7)
     if any(record["gap"]["mean"] > 0 for steps in records.values() for record in steps):
         gap_axes.set_yscale("log")
     gap_axes.set(
         title="mean |log-prob gap|, rollout against training", xlabel="step", ylabel="nats"
     )
     reward_axes.set(title="mean reward of the samples", xlabel="step", ylim=(0, 1))
-    compared = [run for run in runs if run.mismatch]
-    for number, run in enumerate(compared):
-        places = [position + number / (len(compared) + 1) for position in range(len(SITES))]
-        shares = [run.mismatch[site].as_trained if site in run.mismatch else 0 for site in SITES]
-        bars = mismatch_axes.bar(places, shares, width=1 / (len(compared) + 1), label=run.name)
-        mismatch_axes.bar_label(
-            bars, fmt=lambda share: f"{share:.0e}" if share else "0", fontsize=7
-        )
-    mismatch_axes.set(title="codes that differ from the rollout's", xticks=range(len(SITES)))
-    mismatch_axes.set_xticklabels(SITES)
-    for axes in (gap_axes, reward_axes, mismatch_axes):
-        axes.legend(fontsize=8)
+    mismatch_axes.set(title="share of codes that differ from the rollout's")
+    mismatch_axes.set_xticks(range(len(SITES)), SITES)
+    figure.legend(
+        *gap_axes.get_legend_handles_labels(), loc="outside lower center", ncols=len(runs)
+    )
     figure.savefig(path, dpi=110)

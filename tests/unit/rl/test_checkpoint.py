@@ -70,6 +70,17 @@ def test_latest_is_the_highest_step_that_is_complete(tmp_path):
     assert checkpoint.latest(tmp_path).name == "step-1000000"
 
 
+def test_others_are_dropped_but_nothing_else(tmp_path):
+    for name in ("step-000009", "step-000010", "step-000011.tmp-1", "other"):
+        (tmp_path / name).mkdir()
+    checkpoint.drop_others(tmp_path / "step-000010")
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "step-000010",
+        "step-000011.tmp-1",
+        "other",
+    }
+
+
 @pytest.mark.parametrize("exists", [True, False])
 def test_folder_without_checkpoint_raises(tmp_path, exists):
     folder = tmp_path if exists else tmp_path / "none"
