@@ -33,6 +33,21 @@ def test_kl_estimates_the_divergence_of_the_rollout_from_training():
     assert gap.kl_naive == pytest.approx(exact, rel=0.03)
 
 
+@pytest.mark.parametrize("num_tokens", [1, 2, 99, 1000])
+def test_p99_is_the_interpolated_quantile(num_tokens):
+    train = torch.randn(1, num_tokens, generator=torch.Generator().manual_seed(0)).double()
+    mask = torch.ones(1, num_tokens, dtype=torch.bool)
+    gap = logprob_gap(torch.zeros_like(train), train, mask)
+    assert gap.p99 == pytest.approx(train.abs().quantile(0.99).item(), rel=1e-12)
+
+
+def test_a_step_of_more_tokens_than_torchs_quantile_takes_has_a_p99():
+    num_tokens = 2**24 + 1
+    train = torch.arange(num_tokens, dtype=torch.float32)[None]
+    gap = logprob_gap(torch.zeros_like(train), train, train >= 0)
+    assert gap.p99 == pytest.approx(0.99 * 2**24)
+
+
 def test_equal_logprobs_have_no_gap():
     x = torch.randn(3, 4)
     gap = logprob_gap(x, x, torch.ones(3, 4, dtype=torch.bool))
