@@ -23,7 +23,7 @@ from megatron_trace.hints.store import HintStore, RecordKind
 from megatron_trace.hints.types import HintKey, QuantizerSettings, RolloutSample, Site
 from megatron_trace.training.micro_batch import MicroBatch, make_micro_batch
 from megatron_trace.training.model import token_logprobs
-from megatron_trace.training.rounding import Rounding
+from megatron_trace.training.rounding import PackedRows, Rounding
 from megatron_trace.training.shape import ModelShape, Place
 from megatron_trace.training.sites import TraceSites
 
@@ -108,7 +108,7 @@ def record(
         samples: Tokens and routing.
         store: Gets the hints.
         num_bits: Bits of a hint.
-        places: Places to record; None records fc1, k and v of every layer. With fc2, on one rank.
+        places: Places to record; None records fc1, k and v of every layer; fc2 on one rank only.
         codes: Whether to store full codes for diagnostics too.
     """
     samples = [replace(s, settings_digest=sites.settings.digest()) for s in samples]
@@ -181,7 +181,8 @@ class SeenValues:
 def seen_values(sites: TraceSites) -> Iterator[dict[Place, SeenValues]]:
     """Collects what the activation quantisers of a model get and give, by place."""
     seen: dict[Place, SeenValues] = {}
-    quantised, rounding, slot_rounding = Rounding.quantised, sites.rounding, sites.slot_rounding
+    quantised, packed = Rounding.quantised, Rounding.packed
+    rounding, slot_rounding = sites.rounding, sites.slot_rounding
     last: list[Place] = []
 
     def noting_place(layer: int, site: Site, rows: torch.Tensor | None) -> Rounding:
@@ -194,14 +195,23 @@ def seen_values(sites: TraceSites) -> Iterator[dict[Place, SeenValues]]:
 
     def noting_values(self: Rounding, rows: torch.Tensor) -> torch.Tensor:
         values = quantised(self, rows)
+        note(rows, values)
+        return values
+
+    def noting_codes(self: Rounding, rows: torch.Tensor) -> PackedRows:
+        codes = packed(self, rows)
+        note(rows, codes.values(rows.dtype))
+        return codes
+
+    def note(rows: torch.Tensor, values: torch.Tensor) -> None:
         place = seen.setdefault(last[0], SeenValues())
         place.inputs.append(rows)
         place.outputs.append(values)
-        return values
 
     with (
         mock.patch.object(sites, "rounding", noting_place),
         mock.patch.object(sites, "slot_rounding", noting_slots),
         mock.patch.object(Rounding, "quantised", noting_values),
+        mock.patch.object(Rounding, "packed", noting_codes),
     ):
         yield seen

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 
-from megatron_trace.config import Method, TraceConfig
+from megatron_trace.config import DEFAULT_HINT_SITES, Method, TraceConfig
 from megatron_trace.hints.store import HintStore
 from megatron_trace.hints.types import QuantizerSettings, RolloutSample
 from megatron_trace.testing.recorded_samples import calibrate, random_samples, record
@@ -84,6 +84,7 @@ def recorded_rollout(
     pattern: str = "*E*E",
     seed: int = 0,
     num_experts: int | None = None,
+    sites: Sequence[str] = DEFAULT_HINT_SITES,
     **recorded: Any,
 ) -> RecordedRollout:
     """Records samples from a BF16 model with the weights of `tiny_trainer`.
@@ -93,13 +94,15 @@ def recorded_rollout(
         pattern: Hybrid layer pattern.
         seed: Seed of tokens and routing.
         num_experts: Experts below which routing stays; None uses all.
+        sites: Sites that are recorded in every layer.
         **recorded: Arguments of `record`.
     """
-    model, sites = tiny_trainer("qat", pattern=pattern, dtype=torch.bfloat16)
+    model, own = tiny_trainer("qat", pattern=pattern, dtype=torch.bfloat16)
     samples = random_samples(
-        lengths, sites.shape, vocab_size=VOCAB_SIZE, seed=seed, num_experts=num_experts
+        lengths, own.shape, vocab_size=VOCAB_SIZE, seed=seed, num_experts=num_experts
     )
-    calibrate(model, sites, samples)
+    calibrate(model, own, samples)
     store = HintStore()
-    samples = record(model, sites, samples, store, **recorded)
-    return RecordedRollout(store, samples, sites.settings)
+    recorded.setdefault("places", [p for p in own.shape.places if str(p[1]) in sites])
+    samples = record(model, own, samples, store, **recorded)
+    return RecordedRollout(store, samples, own.settings)

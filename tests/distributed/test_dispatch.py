@@ -30,7 +30,7 @@ def _dispatch(rank: int, kind: str) -> None:
 
     from megatron_trace.models.moe import HostSplitsDispatcher
     from megatron_trace.testing.single_process import tiny_moe_config
-    from megatron_trace.training.dispatch import dispatch_rows
+    from megatron_trace.training.dispatch import dispatch_rows, dispatch_slot_rows
 
     ep_size = parallel_state.get_expert_model_parallel_world_size()
     num_local = NUM_EXPERTS // ep_size
@@ -57,7 +57,7 @@ def _dispatch(rank: int, kind: str) -> None:
     hidden = tokens.float().view(-1, 1, 1).expand(num_tokens, 1, H).contiguous()
     hidden, probs = dispatcher.dispatch_preprocess(hidden, routing_map, routing_map.float())
     hidden, probs = dispatcher.token_dispatch(hidden, probs)
-    hidden, _, _ = dispatcher.dispatch_postprocess(hidden, probs)
+    hidden, per_expert, _ = dispatcher.dispatch_postprocess(hidden, probs)
     rows = dispatch_rows(dispatcher, tokens.int().unsqueeze(-1).view(torch.uint8))
     carried = rows.contiguous().view(torch.int32).flatten()
     wanted = hidden[:, 0].int()
@@ -67,3 +67,10 @@ def _dispatch(rank: int, kind: str) -> None:
     assert torch.equal(carried, wanted), (
         f"rank {rank}, {kind}: {carried.tolist()} != {wanted.tolist()}"
     )
+    # A slot's row says token and expert; an expert's rows arrive together, in its order.
+    numbers = (1000 * tokens.unsqueeze(-1) + chosen).int().unsqueeze(-1)
+    slots = dispatch_slot_rows(dispatcher, numbers.view(torch.uint8), chosen)
+    carried = slots.contiguous().view(torch.int32).flatten()
+    assert torch.equal(carried // 1000, wanted), f"rank {rank}, {kind}: slots of other tokens"
+    experts = torch.arange(first, first + num_local).repeat_interleave(per_expert.cpu())
+    assert torch.equal(carried % 1000, experts.int()), f"rank {rank}, {kind}: slots of others"

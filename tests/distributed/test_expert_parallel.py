@@ -7,7 +7,8 @@ micro-batches one after the other.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from megatron.core.distributed import (
     finalize_model_grads,
 )
 
+from megatron_trace.config import DEFAULT_HINT_SITES, HINT_SITES
 from megatron_trace.hints.types import Site
 from megatron_trace.testing.assertions import assert_same_bytes
 from megatron_trace.testing.ranks import run_ranks
@@ -35,16 +37,35 @@ TOLERANCE = 1e-5
 
 @dataclass(frozen=True)
 class Scenario:
-    """Lengths (prompt, response) of the samples of each rank, and the experts that get tokens."""
+    """What two ranks train on.
+
+    Attributes:
+        lengths: (prompt, response) of the samples of each rank.
+        num_experts: Experts that get tokens.
+        trace: Fields of `TraceConfig`.
+        config: Fields of `TransformerConfig`.
+    """
 
     lengths: tuple[tuple[tuple[int, int], ...], ...]
-    num_experts: int
+    num_experts: int = NUM_EXPERTS
+    trace: Mapping[str, Any] = field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=dict)
 
 
+UNEQUAL = (((5, 3), (3, 0), (7, 4)), ((2, 6), (4, 4)))
+EQUAL = (((5, 3), (3, 3)), ((2, 6), (4, 2)))
+FC2_HINTS = {"hint_sites": HINT_SITES}
+PACKED = FC2_HINTS | {"save_packed_activations": True}
 SCENARIOS = {
-    "all experts": Scenario((((5, 3), (3, 0), (7, 4)), ((2, 6), (4, 4))), NUM_EXPERTS),
+    "all experts": Scenario(UNEQUAL),
     # Samples of equal length on a rank, so that no padding goes to the second half either.
     "second half empty": Scenario((((5, 4), (5, 4)), ((4, 2),)), NUM_EXPERTS // 2),
+    "fc2 hints": Scenario(UNEQUAL, trace=FC2_HINTS),
+    "fc2 hints, packed activations": Scenario(UNEQUAL, trace=PACKED),
+    # This dispatcher wants as many tokens on every rank.
+    "fc2 hints, all-gather": Scenario(
+        EQUAL, trace=PACKED, config={"moe_token_dispatcher_type": "allgather"}
+    ),
 }
 
 
@@ -58,9 +79,12 @@ def train_on_rank(rank: int, scenarios: dict[str, Any]) -> dict[str, Any]:
     return train(rank, 2, scenarios)
 
 
-def _train_one(rank, world_size, *, weights, settings, store, samples_of_rank):
+def _train_one(rank, world_size, *, weights, settings, store, samples_of_rank, trace, config):
     model, sites = tiny_trainer(
-        "trace", settings=settings, config={"expert_model_parallel_size": world_size}
+        "trace",
+        settings=settings,
+        config={**config, "expert_model_parallel_size": world_size},
+        **trace,
     )
     local = NUM_EXPERTS // world_size
     with torch.no_grad():
@@ -119,7 +143,11 @@ def runs():
 
 def _given(scenario: Scenario) -> dict[str, Any]:
     lengths = [length for part in scenario.lengths for length in part]
-    rolled = recorded_rollout(lengths, num_experts=scenario.num_experts)
+    rolled = recorded_rollout(
+        lengths,
+        num_experts=scenario.num_experts,
+        sites=scenario.trace.get("hint_sites", DEFAULT_HINT_SITES),
+    )
     model, _ = tiny_trainer("bf16")
     first = len(scenario.lengths[0])
     return {
@@ -127,6 +155,8 @@ def _given(scenario: Scenario) -> dict[str, Any]:
         "settings": rolled.settings,
         "store": rolled.store,
         "samples_of_rank": [rolled.samples[:first], rolled.samples[first:]],
+        "trace": scenario.trace,
+        "config": scenario.config,
     }
 
 
@@ -183,6 +213,20 @@ def test_every_row_is_guided_on_its_own_rank(runs, name):
             assert counts["missing"] == 0
 
 
+def test_every_slot_of_both_ranks_is_guided(runs, name):
+    scenario, (alone, of_rank) = SCENARIOS[name], runs[name]
+    kinds = ("guided", "rejected", "missing", "padding", "not_recorded")
+    counts = {kind: sum(result["sites"][Site.FC2][kind] for result in of_rank) for kind in kinds}
+    assert counts == {kind: alone["sites"][Site.FC2][kind] for kind in kinds}
+    rows = sum(prompt + response - 1 for part in scenario.lengths for prompt, response in part)
+    if "hint_sites" in scenario.trace:
+        assert counts["guided"] + counts["rejected"] == 2 * 4 * rows
+        assert counts["guided"] > 0.9 * 2 * 4 * rows
+        assert counts["missing"] == counts["not_recorded"] == 0
+    else:
+        assert counts["guided"] == 0
+
+
 def test_the_weight_digest_does_not_depend_on_the_layout(runs, name):
     alone, of_rank = runs[name]
     assert {result["digest"] for result in of_rank} == {alone["digest"]}
@@ -192,7 +236,8 @@ def test_case_13_experts_without_tokens_are_quantised_and_get_no_gradient(runs, 
     _, of_rank = runs[name]
     grads = [g for n, g in of_rank[1]["grads"].items() if "local_experts" in n]
     assert len(grads) == 2 * NUM_EXPERTS
-    rows = of_rank[1]["sites"][Site.FC2]["not_recorded"]
+    counts = of_rank[1]["sites"][Site.FC2]
+    rows = counts["guided"] + counts["not_recorded"]
     if name == "second half empty":
         assert rows == 0
         assert not any(grad.any() for grad in grads)

@@ -12,7 +12,11 @@ from megatron.core.transformer.moe.token_dispatcher import (
 
 from megatron_trace.models.moe import HostSplitsDispatcher
 from megatron_trace.testing.single_process import tiny_moe_config
-from megatron_trace.training.dispatch import dispatch_rows, token_of_each_row
+from megatron_trace.training.dispatch import (
+    dispatch_rows,
+    dispatch_slot_rows,
+    token_of_each_row,
+)
 
 NUM_EXPERTS = 4
 H = 8
@@ -57,6 +61,32 @@ def test_every_dispatched_row_carries_its_tokens_hint(kind, routing_map) -> None
     hidden, rows = _dispatched(_dispatcher(kind), routing_map)
     assert len(rows) == int(routing_map.sum())
     assert torch.equal(rows, hidden)
+
+
+@pytest.mark.parametrize("kind", [HostSplitsDispatcher, MoEAllGatherTokenDispatcher])
+def test_every_dispatched_row_carries_the_hint_of_its_slot(kind) -> None:
+    """Slots in the order of the router's choice, which is not that of the experts."""
+    generator = torch.Generator().manual_seed(5)
+    experts = torch.rand(19, NUM_EXPERTS, generator=generator).topk(2).indices
+    routing_map = torch.zeros(19, NUM_EXPERTS, dtype=torch.bool).scatter(1, experts, True)
+    dispatcher = _dispatcher(kind)
+    hidden, _ = _dispatched(dispatcher, routing_map)
+    numbers = (10 * torch.arange(19).unsqueeze(-1) + torch.arange(2)).int().unsqueeze(-1)
+    rows = dispatch_slot_rows(dispatcher, numbers.view(torch.uint8), experts)
+    expert = routing_map.T.nonzero()[:, 0]
+    slot = (experts[hidden] == expert.unsqueeze(-1)).int().argmax(-1)
+    assert set(slot.tolist()) == {0, 1}
+    assert torch.equal(rows.contiguous().view(torch.int32).flatten().long(), 10 * hidden + slot)
+
+
+def test_a_token_elsewhere_than_its_routing_record_says_carries_zeros() -> None:
+    routing_map = torch.zeros(2, NUM_EXPERTS, dtype=torch.bool)
+    routing_map[0, [1, 2]] = routing_map[1, [0, 3]] = True
+    experts = torch.tensor([[2, 1], [0, 1]])
+    dispatcher = _dispatcher(HostSplitsDispatcher)
+    _dispatched(dispatcher, routing_map)
+    rows = torch.tensor([[[11], [12]], [[21], [22]]], dtype=torch.uint8)
+    assert dispatch_slot_rows(dispatcher, rows, experts).flatten().tolist() == [21, 12, 11, 0]
 
 
 def test_fused_permutation_orders_rows_like_the_plain_one() -> None:

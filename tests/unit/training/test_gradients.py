@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
 
+from megatron_trace.config import HINT_SITES
 from megatron_trace.formats import ops, reference
 from megatron_trace.hints.types import Site
 from megatron_trace.testing.assertions import assert_same_bytes
@@ -25,20 +28,28 @@ def _close(got, expected, name):
     assert error <= TOLERANCE, f"{name}: relative error {error:.1e}"
 
 
-@pytest.fixture(params=["qat", "trace"])
+@pytest.fixture(
+    params=[
+        ("qat", {}),
+        ("trace", {}),
+        ("trace", {"hint_sites": HINT_SITES}),
+        ("trace", {"hint_sites": HINT_SITES, "save_packed_activations": True}),
+    ],
+    ids=["qat", "trace", "fc2 hints", "fc2 hints, packed"],
+)
 def ready(request, build, rollout):
-    rolled = rollout()
-    model, sites = build(request.param, guard=False)
+    method, options = request.param
+    rolled = rollout(sites=HINT_SITES)
+    model, sites = build(method, guard=False, **options)
     sites.settings = rolled.settings
     return model, sites, make_micro_batch(rolled.samples, rolled.store, sites)
 
 
 def _moe_reference(moe, sites, micro_batch, x, router_weight):
     """Gives the layer's output on x [S, B, H] in plain torch, and the experts' weight leaves."""
-    hint = micro_batch.hints.get((0, Site.FC1))
     roundings = (
-        Rounding(sites.settings.global_scale(0, Site.FC1), hint),
-        Rounding(sites.settings.global_scale(0, Site.FC2)),
+        Rounding(sites.settings.global_scale(0, Site.FC1), micro_batch.hints.get((0, Site.FC1))),
+        Rounding(sites.settings.global_scale(0, Site.FC2), _hints_of_slots(micro_batch)),
     )
     experts = moe.experts.local_experts
     products = tuple(
@@ -53,6 +64,25 @@ def _moe_reference(moe, sites, micro_batch, x, router_weight):
     probs = torch.zeros_like(logits).scatter(1, chosen, logits.gather(1, chosen).softmax(-1))
     routing_map = torch.zeros_like(logits, dtype=torch.bool).scatter(1, chosen, True)
     return routed_experts(tokens, probs, routing_map, products, roundings).view(x.shape), products
+
+
+def _hints_of_slots(micro_batch):
+    """Gives layer 0's hints of fc2 in the order of expert, then token."""
+    hint = micro_batch.hints.get((0, Site.FC2))
+    if hint is None:
+        return None
+    experts = micro_batch.routing[0]
+    token, slot = [], []
+    for expert in range(16):
+        rows, columns = (experts == expert).nonzero(as_tuple=True)
+        token.append(rows)
+        slot.append(columns)
+    token, slot = torch.cat(token), torch.cat(slot)
+    payload, scale_bytes = (
+        part.unflatten(1, (experts.shape[1], -1))[token, slot]
+        for part in (hint.payload, hint.scale_bytes)
+    )
+    return replace(hint, payload=payload, scale_bytes=scale_bytes, has_hint=hint.has_hint[token])
 
 
 def test_a_moe_layer_has_output_and_gradients_of_the_reference(ready):
@@ -124,6 +154,28 @@ def test_every_parameter_gets_a_gradient(ready):
         logprobs[micro_batch.loss_mask].mean().backward()
     without = [n for n, p in model.named_parameters() if p.grad is None]
     assert without == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("method", ["qat", "trace"])
+def test_packed_activations_give_the_same_bits(build, rollout, method, dtype):
+    rolled = rollout(sites=HINT_SITES)
+    runs = []
+    for packed in (False, True):
+        model, sites = build(
+            method, dtype=dtype, hint_sites=HINT_SITES, save_packed_activations=packed
+        )
+        sites.settings = rolled.settings
+        micro_batch = make_micro_batch(rolled.samples, rolled.store, sites)
+        with sites.micro_batch(micro_batch):
+            logprobs = token_logprobs(model, sites, micro_batch)
+            logprobs[micro_batch.loss_mask].mean().backward()
+        sites.assert_ran()
+        runs.append((logprobs.detach(), {n: p.grad for n, p in model.named_parameters()}))
+    (logprobs, grads), (packed_logprobs, packed_grads) = runs
+    assert_same_bytes(packed_logprobs, logprobs, "log-probs")
+    for name, grad in grads.items():
+        assert_same_bytes(packed_grads[name], grad, name)
 
 
 def test_padding_contributes_nothing_to_gradients(build, rollout):

@@ -1,0 +1,129 @@
+"""The experts' products beside autograd's own differentiation of the same arithmetic."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_trace.formats import ops
+from megatron_trace.testing.assertions import assert_same_bytes
+from megatron_trace.testing.moe_reference import quantised_weight
+from megatron_trace.testing.roundings import recorded_rounding
+from megatron_trace.training.products import packed_product, weighted_product
+from megatron_trace.training.rounding import Rounding
+
+ROWS, K, M = 37, 64, 48
+SCALE = 2.0**-9
+DTYPES = [
+    (torch.bfloat16, torch.float32),
+    (torch.bfloat16, torch.bfloat16),
+    (torch.float32, torch.float32),
+]
+
+
+def _leaves(dtype, probs_dtype, rows=ROWS):
+    generator = torch.Generator().manual_seed(1)
+
+    def randn(*shape):
+        return torch.randn(shape, generator=generator)
+
+    activation, weight = randn(rows, K).to(dtype), randn(M, K).to(dtype)
+    probs, grad = torch.rand(rows, generator=generator).to(probs_dtype), randn(rows, M).to(dtype)
+    return [t.requires_grad_() for t in (activation, probs, weight)], grad
+
+
+def _guided(activation):
+    """Gives a rounding whose hints are those of noisy values, missing for every third row."""
+    values = activation.detach()
+    noise = torch.randn(values.shape, generator=torch.Generator().manual_seed(2))
+    has_hint = torch.arange(len(values)) % 3 != 0
+    return recorded_rounding(values + 0.01 * noise, SCALE, num_bits=1, has_hint=has_hint)
+
+
+def _plain(activation, probs, weight, rounding):
+    quantised = ops.straight_through(activation, rounding.quantised(activation))
+    values = quantised_weight(weight).to(weight.dtype)
+    output = quantised @ ops.straight_through(weight, values).t()
+    return (output * probs.unsqueeze(-1)).to(output.dtype)
+
+
+@pytest.mark.parametrize("save_packed", [False, True])
+@pytest.mark.parametrize(("dtype", "probs_dtype"), DTYPES)
+@pytest.mark.parametrize("rows", [ROWS, 1, 0])
+def test_weighted_products_have_the_bits_of_autograd(dtype, probs_dtype, rows, save_packed):
+    ours, grad = _leaves(dtype, probs_dtype, rows)
+    theirs, _ = _leaves(dtype, probs_dtype, rows)
+    rounding = _guided(ours[0]) if rows else Rounding(SCALE)
+    expected = _plain(*theirs, rounding)
+    expected.backward(grad)
+    got = weighted_product(
+        *ours, quantised_weight(ours[2]).bfloat16(), rounding, save_packed=save_packed
+    )
+    got.backward(grad)
+    assert_same_bytes(got.detach(), expected.detach(), "output")
+    for name, a, b in zip(("activation", "probs", "weight"), ours, theirs, strict=True):
+        assert_same_bytes(a.grad, b.grad, name)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_packed_products_have_the_bits_of_autograd(dtype):
+    (activation, _, weight), grad = _leaves(dtype, dtype)
+    (other, _, other_weight), _ = _leaves(dtype, dtype)
+    packed = _guided(activation).packed(activation)
+    values = quantised_weight(weight).to(dtype)
+    expected = (
+        ops.straight_through(other, packed.values(dtype))
+        @ ops.straight_through(other_weight, values).t()
+    )
+    expected.backward(grad)
+    quantised = ops.straight_through(activation, packed.values(dtype))
+    got = packed_product(quantised, packed, weight, values)
+    got.backward(grad)
+    assert_same_bytes(got.detach(), expected.detach(), "output")
+    assert_same_bytes(activation.grad, other.grad, "input")
+    assert_same_bytes(weight.grad, other_weight.grad, "weight")
+
+
+def test_a_packed_product_keeps_no_values_of_its_input():
+    (activation, probs, weight), _ = _leaves(torch.bfloat16, torch.float32)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        weighted_product(
+            activation,
+            probs,
+            weight,
+            quantised_weight(weight),
+            _guided(activation),
+            save_packed=True,
+        )
+    shapes = sorted((str(t.dtype), tuple(t.shape)) for t in kept)
+    assert shapes == [
+        ("torch.bfloat16", (M, K)),
+        ("torch.float32", (ROWS,)),
+        ("torch.uint8", (ROWS, K // 16)),
+        ("torch.uint8", (ROWS, K // 2)),
+    ]
+
+
+def test_the_output_is_not_kept_and_the_probabilitys_gradient_is_right():
+    """Against a formula: the gradient of p is the sum over outputs of gradient times output."""
+    (activation, probs, weight), grad = _leaves(torch.float32, torch.float32)
+    rounding = Rounding(SCALE)
+    values = quantised_weight(weight)
+    weighted_product(activation, probs, weight, values, rounding, save_packed=True).backward(grad)
+    output = rounding.quantised(activation).double() @ values.double().t()
+    expected = (output * grad.double()).sum(-1)
+    error = (probs.grad.double() - expected).abs().max() / expected.abs().max()
+    assert error <= 1e-6  # measured 1e-7
+
+
+def test_frozen_probabilities_get_no_gradient():
+    (activation, probs, weight), grad = _leaves(torch.bfloat16, torch.float32)
+    probs.requires_grad_(False)
+    values = quantised_weight(weight)
+    product = weighted_product(
+        activation, probs, weight, values, Rounding(SCALE), save_packed=False
+    )
+    product.backward(grad)
+    assert probs.grad is None
+    assert activation.grad is not None
