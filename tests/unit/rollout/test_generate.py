@@ -90,6 +90,39 @@ def test_only_the_latter_half_of_the_layers_is_recorded_by_default(weights):
     )
 
 
+def test_hints_of_fc2_hold_every_expert_slot_and_change_nothing_else(trace_engine, weights):
+    engine = tiny_engine(weights, hint_layers="1", hint_sites=("fc1", "fc2"))
+    prompts = random_prompts(70)
+    samples, store = roll_out(engine, prompts)
+    others, other_store = roll_out(trace_engine, prompts)
+    for sample, other in zip(samples, others, strict=True):
+        assert sample.tokens == other.tokens
+        assert store.places(sample.sample_id) == ((1, Site.FC1), (1, Site.FC2))
+        hint = record_of(store, sample, 1, Site.FC2)
+        assert (hint.num_rows, hint.num_values) == (sample.num_rows, 4 * 64)
+        assert hint.global_scale == engine.settings.global_scale(1, Site.FC2)
+        same = [record_of(given, sample, 1, Site.FC1) for given in (store, other_store)]
+        assert torch.equal(same[0].payload, same[1].payload)
+
+
+def test_a_slot_of_fc2_is_the_expert_that_the_routing_record_names(weights):
+    """Expert 5's fc1 is made zero, so that its slots, and no others, have zero blocks."""
+    spoiled = {
+        name: torch.zeros_like(value) if "local_experts.5.linear_fc1" in name else value
+        for name, value in weights.items()
+    }
+    engine = tiny_engine(spoiled, hint_layers="all", hint_sites=("fc2",))
+    samples, store = roll_out(engine, random_prompts(20))
+    seen = 0
+    for sample in samples:
+        for layer in (0, 1):
+            scales = record_of(store, sample, layer, Site.FC2).scale_bytes.unflatten(1, (4, -1))
+            expected = sample.routing[:, layer] == 5
+            assert torch.equal((scales == 0).all(-1), expected)
+            seen += int(expected.sum())
+    assert seen > 0
+
+
 def test_qat_rolls_out_as_trace_does_and_stores_no_hints(trace_engine, weights):
     engine = tiny_engine(weights, "qat")
     assert engine.settings == trace_engine.settings

@@ -41,6 +41,54 @@ def test_rows_of_interleaved_steps_return_to_sample_and_position():
     assert scale_bytes.tolist() == [[request + 100, p + 100] for request, p in expected]
 
 
+FC2 = (3, Site.FC2)
+
+
+def _put_slots(recorder: Recorder, tokens: list[int], slots: list[int]) -> None:
+    """Records rows whose values say to which token and slot they belong."""
+    index = torch.tensor(tokens, dtype=torch.int64), torch.tensor(slots, dtype=torch.int64)
+    codes = torch.stack([10 * index[0] + index[1]], dim=1).to(torch.uint8)
+    recorder.put_slots(*FC2, codes, codes + 100, slots=index, num_slots=2)
+
+
+def test_slots_that_come_expert_by_expert_lie_side_by_side():
+    recorder = _recorder([FC2])
+    recorder.begin_step(torch.tensor([11, 10, 10]), torch.tensor([0, 1, 0]))
+    _put_slots(recorder, [0, 2, 3], [1, 0, 0])  # token 3 is padding
+    _put_slots(recorder, [], [])
+    _put_slots(recorder, [1, 2, 3], [0, 1, 1])
+    _put_slots(recorder, [0, 1], [0, 1])
+    codes, scale_bytes = recorder.take([2, 1])[FC2]
+    assert codes.tolist() == [[20, 21], [10, 11], [0, 1]]
+    assert scale_bytes.tolist() == [[120, 121], [110, 111], [100, 101]]
+
+
+def test_a_slot_that_was_not_recorded_is_named():
+    recorder = _recorder([FC2])
+    recorder.begin_step(torch.tensor([10, 11]), torch.tensor([0, 0]))
+    _put_slots(recorder, [0, 1], [1, 0])
+    _put_slots(recorder, [0], [0])
+    with pytest.raises(RuntimeError, match=r"site fc2 was not quantised in every expert slot.* a;"):
+        recorder.take([1, 1])
+
+
+@pytest.mark.parametrize(
+    ("tokens", "slots", "message"),
+    [
+        ([0, 1], [0, 0], "layer 3, site fc2 was quantised twice"),
+        ([1], [0, 1], "the quantiser got 1 rows, but the routing record of the step says 2"),
+    ],
+)
+def test_slots_that_contradict_the_routing_record_are_refused(tokens, slots, message):
+    recorder = _recorder([FC2])
+    recorder.begin_step(torch.tensor([10, 11]), torch.tensor([0, 0]))
+    _put_slots(recorder, [0], [0])
+    codes = torch.zeros(len(tokens), 1, dtype=torch.uint8)
+    index = torch.zeros(len(slots), dtype=torch.int64), torch.tensor(slots)
+    with pytest.raises(RuntimeError, match=message):
+        recorder.put_slots(*FC2, codes, codes, slots=index, num_slots=2)
+
+
 def test_only_the_places_asked_for_are_kept():
     recorder = _recorder()
     _step(recorder, [(10, 0)], places=[PLACE, (2, Site.FC1), (3, Site.K)])
