@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -61,7 +62,8 @@ def build_optimizer(
         adam_beta1=settings.beta1,
         adam_beta2=settings.beta2,
         weight_decay=settings.weight_decay,
-        clip_grad=settings.max_grad_norm,
+        # At 0 Megatron computes no norm, and gradients that are not finite would pass unnoticed.
+        clip_grad=settings.max_grad_norm or math.inf,
         bf16=dtype == torch.bfloat16,
         params_dtype=dtype,
     )

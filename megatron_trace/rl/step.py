@@ -133,6 +133,7 @@ def training_batches(
 ) -> list[list[TrainingBatch]]:
     """Cuts the samples into optimizer steps, and these into micro-batches."""
     per_update = len(samples) // run.settings.updates_per_rollout
+    advantages = advantages.to(run.sites.device)
     return [
         [
             TrainingBatch(

@@ -4,8 +4,10 @@ import pytest
 import torch
 
 from megatron_trace.hints.types import Site
+from megatron_trace.rl.optimizer import OptimizerSettings
 from megatron_trace.rl.run import evaluate
-from megatron_trace.rl.step import rl_step
+from megatron_trace.rl.step import rl_step, roll_out, training_batches
+from megatron_trace.training.sites import TraceSites
 
 METHODS = ["bf16", "qat", "trace"]
 
@@ -131,6 +133,31 @@ def test_gradients_that_are_not_finite_stop_the_run(started, monkeypatch):
     monkeypatch.setattr(run.optimizer, "step", lambda: (True, float("nan"), None))
     with pytest.raises(RuntimeError, match="step 0: the gradients must be finite; got norm nan"):
         rl_step(run)
+
+
+def test_without_clipping_the_norm_is_known_all_the_same(started):
+    """Megatron computes none at clip_grad=0; the norm is that before clipping."""
+    clipped = rl_step(started("trace"))
+    unclipped = rl_step(started("trace", optimizer=OptimizerSettings(max_grad_norm=0.0)))
+    assert unclipped["grad_norm"] == clipped["grad_norm"] > 0
+
+
+def test_nan_gradients_stop_a_run_without_clipping(started):
+    run = started("bf16", optimizer=OptimizerSettings(max_grad_norm=0.0))
+    weight = dict(run.model.named_parameters())["output_layer.weight"]
+    weight.register_hook(lambda grad: grad * float("nan"))
+    with pytest.raises(RuntimeError, match="step 0: the gradients must be finite; got norm nan"):
+        rl_step(run)
+
+
+def test_advantages_are_on_the_device_of_the_micro_batch(started, monkeypatch):
+    run = started("trace")
+    samples, _ = roll_out(run)
+    # Stands for a GPU: another device than that of the rewards.
+    monkeypatch.setattr(TraceSites, "device", torch.device("meta"))
+    (first, *_), *_ = training_batches(run, samples, torch.zeros(len(samples)))
+    assert first.micro_batch.loss_mask.device.type == "meta"
+    assert first.advantages.device.type == "meta"
 
 
 def test_evaluation_changes_nothing(started, weights):
