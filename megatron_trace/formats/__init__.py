@@ -5,7 +5,7 @@ entry that picks one of them and adds straight-through gradients. `four_over_six
 `mxfp8` specify the other formats by functions of the same names; docs/formats.md compares them.
 """
 
-from megatron_trace.formats import four_over_six, mxfp4, mxfp8, ops
+from megatron_trace.formats import four_over_six, mxfp4, mxfp8, ops, residues
 from megatron_trace.formats.constants import (
     BLOCK_SIZE,
     E2M1_MAX,
@@ -14,8 +14,21 @@ from megatron_trace.formats.constants import (
     E4M3_MIN_SUBNORMAL,
     MX_BLOCK_SIZE,
 )
-from megatron_trace.formats.packing import pack_bits, pack_codes, unpack_bits, unpack_codes
-from megatron_trace.formats.reference import decode, encode, guided_codes
+from megatron_trace.formats.packing import (
+    narrowed,
+    pack_bits,
+    pack_codes,
+    pack_hint,
+    pack_pairs,
+    pack_residues,
+    residue_bytes,
+    unpack_bits,
+    unpack_codes,
+    unpack_hint,
+    unpack_pairs,
+    unpack_residues,
+)
+from megatron_trace.formats.reference import decode, encode, guided_codes, own_scale_bytes
 from megatron_trace.formats.scales_e4m3 import global_scale_from_amax
 
 __all__ = [
@@ -32,9 +45,19 @@ __all__ = [
     "guided_codes",
     "mxfp4",
     "mxfp8",
+    "narrowed",
     "ops",
+    "own_scale_bytes",
     "pack_bits",
     "pack_codes",
+    "pack_hint",
+    "pack_pairs",
+    "pack_residues",
+    "residue_bytes",
+    "residues",
     "unpack_bits",
     "unpack_codes",
+    "unpack_hint",
+    "unpack_pairs",
+    "unpack_residues",
 ]

@@ -1,6 +1,6 @@
 """What formats and their kernels demand of their arguments, in the same words.
 
-The defaults are those of NVFP4: blocks of 16, hints of 1 or 4 bits.
+The defaults are those of NVFP4: blocks of 16, hints of 1, 2 or 4 bits.
 """
 
 from __future__ import annotations
@@ -65,9 +65,10 @@ def require_input(x: torch.Tensor, block_size: int = BLOCK_SIZE) -> None:
 
 def require_num_bits(num_bits: int, code_bits: int = 4) -> None:
     """Raises ValueError unless num_bits is that of a hint."""
-    if num_bits not in (1, code_bits):
+    if num_bits not in (1, 2, code_bits):
         raise ValueError(
-            f"num_bits must be 1 (mantissa bits) or {code_bits} (codes); got {num_bits}"
+            "num_bits must be 1 (lowest bits of the codes), 2 (two lowest bits) or "
+            f"{code_bits} (codes); got {num_bits}"
         )
 
 

@@ -129,7 +129,7 @@ def rtn_record(
     Args:
         x: float [..., K].
         global_scale: FP32 0-d tensor or number, or one for each row, decode side.
-        num_bits: 1 (mantissa bits) or 4 (codes) per value of the hint.
+        num_bits: 1, 2 (lowest bits) or 4 (codes) per value of the hint.
         dtype: dtype in which the dequantised values are rounded; None is that of x.
         error: What decides between 4 and 6.
 
@@ -139,7 +139,8 @@ def rtn_record(
         scale_bytes: uint8 [..., B], E4M3.
 
     Raises:
-        ValueError: K is not a multiple of 16, num_bits is not 1 or 4, or the error rule is unknown.
+        ValueError: K is not a multiple of 16, num_bits is not 1, 2 or 4, or the error rule is
+            unknown.
     """
     require_num_bits(num_bits)
     blocks, scale_bytes, effective = _chosen_scales(x, global_scale, error)

@@ -104,7 +104,7 @@ def rtn_record(
     Raises:
         ValueError: K is not a multiple of 16, num_bits is not 1 or 4, or x is not on a GPU.
     """
-    require_num_bits(num_bits)
+    _require_num_bits(num_bits)
     x, scale = _require_input(x, global_scale)
     *rows, length = x.shape
     y = torch.empty_like(x)
@@ -155,6 +155,7 @@ def guided(
             is not on the GPU of x.
     """
     require_guide(x, hint, scale_bytes, num_bits)
+    _require_num_bits(num_bits)
     x, scale = _require_input(x, global_scale)
     for name, tensor in (("hint", hint), ("scale_bytes", scale_bytes)):
         if tensor.device != x.device:
@@ -556,6 +557,15 @@ def _require_input(
         )
     _triton_dtype(x.dtype)
     return x.contiguous(), as_fp32(global_scale, x)
+
+
+def _require_num_bits(num_bits: int) -> None:
+    require_num_bits(num_bits)
+    if num_bits == 2:
+        raise ValueError(
+            "implementation triton has no kernel for num_bits=2 yet; use auto or torch, or 1 or 4 "
+            "bits"
+        )
 
 
 def _triton_dtype(dtype: torch.dtype) -> tl.dtype:

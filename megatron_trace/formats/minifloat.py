@@ -9,6 +9,12 @@ Rules at the edges, equal for every format:
   too (a format gives a block with a NaN the scale NaN, so the whole block decodes to NaN).
 * guided: beyond the largest value the candidates are the two largest. The code of a NaN is that of
   an Inf, but its value is NaN.
+* guided by two bits: they are the index of the rollout's magnitude modulo 4, which is taken to be
+  the nearest such index to x's place on the ladder. Between the indices i and i + 1 the four from
+  i - 1 to i + 2 are nearest; the one that is not on the ladder stands for the fourth in the other
+  direction. Never is one of two equally near to be chosen, but where x lies on the ladder itself,
+  and there the only candidate is x. The sign is that of x. Where the rollout's index is one of
+  these four and its sign that of x, two bits guide like the code.
 * The sign of x is kept, also of -0 and of values that round to 0. A block whose scale is 0 has
   codes 0 and values +0.
 """
@@ -157,8 +163,8 @@ def guided_codes(
         fmt: The small float.
         blocks: FP32 [..., B, N]; the trainer's values.
         effective: FP32 [..., B]; the rollout's scales.
-        wanted: uint8, as many as blocks; the rollout's lowest bits (0 or 1), or its codes.
-        num_bits: 1 for lowest bits, `fmt.code_bits` for codes.
+        wanted: uint8, as many as blocks; the rollout's one or two lowest bits, or its codes.
+        num_bits: 1 or 2 for lowest bits, `fmt.code_bits` for codes.
 
     Returns:
         uint8 [..., B, N], with the sign of blocks.
@@ -183,8 +189,8 @@ def guided_values(
         fmt: The small float.
         blocks: FP32 [..., B, N]; the trainer's values.
         effective: FP32 [..., B]; the rollout's scales.
-        wanted: uint8, as many as blocks; the rollout's lowest bits (0 or 1), or its codes.
-        num_bits: 1 for lowest bits, `fmt.code_bits` for codes.
+        wanted: uint8, as many as blocks; the rollout's one or two lowest bits, or its codes.
+        num_bits: 1 or 2 for lowest bits, `fmt.code_bits` for codes.
 
     Returns:
         FP32 [..., B, N].
@@ -271,7 +277,7 @@ def _guide(
         a: FP32 [..., B, N], |blocks| / effective, at most `fmt.beyond`; overwritten.
         blocks: FP32 [..., B, N].
         wanted: uint8, as many as blocks; lowest bits or codes.
-        num_bits: 1 or `fmt.code_bits`.
+        num_bits: 1, 2 or `fmt.code_bits`.
     """
     step_bits = _power_bits(fmt, a).sub_(fmt.mantissa_bits << _FRACTION_BITS)
     step = step_bits.view(torch.float32)
@@ -283,11 +289,30 @@ def _guide(
         # Steps count from an even code, so their parity is the lowest bit.
         upper = (steps.to(torch.uint8) ^ wanted).bitwise_and_(1).logical_and_(between)
     else:
-        same_sign = (wanted >= fmt.sign_code) == torch.signbit(blocks)
         index = steps.to(torch.int32) + _first_index(fmt, step_bits)
-        upper = ((wanted & (fmt.sign_code - 1)) > index).logical_and_(same_sign)
+        if num_bits == 2:
+            upper = _nearest_congruent(fmt, wanted, index) > index
+        else:
+            same_sign = (wanted >= fmt.sign_code) == torch.signbit(blocks)
+            upper = ((wanted & (fmt.sign_code - 1)) > index).logical_and_(same_sign)
         upper = upper.logical_and_(between)
     return steps.add_(upper), step
+
+
+def _nearest_congruent(fmt: Minifloat, residue: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """Gives the index on the ladder that is `residue` modulo 4 and nearest to index + 1 / 2.
+
+    Args:
+        fmt: The small float.
+        residue: uint8.
+        index: int32 in the shape of residue, 0 to the index of the largest magnitude but one.
+
+    Returns:
+        int32.
+    """
+    nearest = index - 1 + ((residue - index + 1) & 3)
+    nearest += 4 * (nearest < 0)
+    return nearest.sub_(4 * (nearest >= len(fmt.ladder)))
 
 
 def _first_index(fmt: Minifloat, step_bits: torch.Tensor) -> torch.Tensor:

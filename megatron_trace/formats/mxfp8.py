@@ -101,7 +101,7 @@ def rtn_record(
     Args:
         x: float [..., K].
         global_scale: None.
-        num_bits: 1 (mantissa bits) or 8 (codes) per value of the hint.
+        num_bits: 1, 2 (lowest bits) or 8 (codes) per value of the hint.
         dtype: dtype in which the dequantised values are rounded; None is that of x.
         scale_rule: How the scale follows from the largest magnitude of a block.
 
@@ -111,8 +111,8 @@ def rtn_record(
         scale_bytes: uint8 [..., B], E8M0.
 
     Raises:
-        ValueError: K is not a multiple of 32, num_bits is not 1 or 8, a global scale is given, or
-            the rule is unknown.
+        ValueError: K is not a multiple of 32, num_bits is not 1, 2 or 8, a global scale is given,
+            or the rule is unknown.
     """
     return mx.rtn_record(E4M3, x, global_scale, num_bits, dtype, scale_rule)
 
@@ -129,17 +129,17 @@ def guided_codes(
 
     Args:
         x: float [..., K]; the trainer's values.
-        hint: uint8 [..., K * num_bits / 8]; packed mantissa bits (1) or codes (8).
+        hint: uint8 [..., K * num_bits / 8]; packed lowest bits (1, 2) or codes (8).
         scale_bytes: uint8 [..., B]; the rollout's block scales.
         global_scale: None.
-        num_bits: 1 or 8.
+        num_bits: 1, 2 or 8.
 
     Returns:
         uint8 [..., K], with the sign of x.
 
     Raises:
-        ValueError: Shapes disagree, K is not a multiple of 32, num_bits is not 1 or 8, or a global
-            scale is given.
+        ValueError: Shapes disagree, K is not a multiple of 32, num_bits is not 1, 2 or 8, or a
+            global scale is given.
     """
     return mx.guided_codes(E4M3, x, hint, scale_bytes, global_scale, num_bits)
 
@@ -157,17 +157,17 @@ def guided(
 
     Args:
         x: float [..., K]; the trainer's values.
-        hint: uint8 [..., K * num_bits / 8]; packed mantissa bits (1) or codes (8).
+        hint: uint8 [..., K * num_bits / 8]; packed lowest bits (1, 2) or codes (8).
         scale_bytes: uint8 [..., B]; the rollout's block scales.
         global_scale: None.
-        num_bits: 1 or 8.
+        num_bits: 1, 2 or 8.
         dtype: dtype in which the dequantised values are rounded; None is that of x.
 
     Returns:
         [..., K] in the dtype of x: the decoded `guided_codes`, but NaN where x is NaN.
 
     Raises:
-        ValueError: Shapes disagree, K is not a multiple of 32, num_bits is not 1 or 8, or a global
-            scale is given.
+        ValueError: Shapes disagree, K is not a multiple of 32, num_bits is not 1, 2 or 8, or a
+            global scale is given.
     """
     return mx.guided(E4M3, x, hint, scale_bytes, global_scale, num_bits, dtype)

@@ -53,7 +53,7 @@ def rtn_record(
     Args:
         x: float [..., K].
         global_scale: FP32 0-d tensor or number, decode side.
-        num_bits: 1 (mantissa bits) or 4 (codes) per value of the hint.
+        num_bits: 1, 2 (lowest bits) or 4 (codes) per value of the hint.
         dtype: dtype in which the dequantised values are rounded; None is that of x.
         implementation: `torch`, `triton`, or `auto` (Triton where x is on a GPU).
 
@@ -63,10 +63,10 @@ def rtn_record(
         scale_bytes: uint8 [..., B], E4M3.
 
     Raises:
-        ValueError: K is not a multiple of 16, num_bits is not 1 or 4, or the implementation cannot
-            run on x.
+        ValueError: K is not a multiple of 16, num_bits is not 1, 2 or 4, or the implementation
+            cannot run on x.
     """
-    module = _implementation(implementation, x)
+    module = _implementation(implementation, x, num_bits)
     return module.rtn_record(x.detach(), global_scale, num_bits=num_bits, dtype=dtype)
 
 
@@ -84,10 +84,10 @@ def guided(
 
     Args:
         x: float [..., K]; the trainer's values.
-        hint: uint8 [..., K * num_bits / 8]; packed mantissa bits (1) or packed codes (4).
+        hint: uint8 [..., K * num_bits / 8]; packed lowest bits (1, 2) or codes (4).
         scale_bytes: uint8 [..., B]; the rollout's block scales.
         global_scale: FP32 0-d tensor or number; the rollout's global scale, decode side.
-        num_bits: 1 or 4.
+        num_bits: 1, 2 or 4.
         dtype: dtype in which the dequantised values are rounded; None is that of x.
         implementation: `torch`, `triton`, or `auto` (Triton where x is on a GPU).
 
@@ -95,10 +95,10 @@ def guided(
         [..., K] in the dtype of x.
 
     Raises:
-        ValueError: Shapes disagree, K is not a multiple of 16, num_bits is not 1 or 4, or the
+        ValueError: Shapes disagree, K is not a multiple of 16, num_bits is not 1, 2 or 4, or the
             implementation cannot run on x.
     """
-    module = _implementation(implementation, x)
+    module = _implementation(implementation, x, num_bits)
     y = module.guided(x.detach(), hint, scale_bytes, global_scale, num_bits=num_bits, dtype=dtype)
     return straight_through(x, y)
 
@@ -136,10 +136,12 @@ class _StraightThrough(torch.autograd.Function):
         return grad_outputs[0], None
 
 
-def _implementation(name: Implementation, x: torch.Tensor) -> ModuleType:
+def _implementation(
+    name: Implementation, x: torch.Tensor, num_bits: int | None = None
+) -> ModuleType:
     if name not in ("auto", "torch", "triton"):
         raise ValueError(f"implementation must be auto, torch or triton; got {name!r}")
-    if name == "torch" or (name == "auto" and not x.is_cuda):
+    if name == "torch" or (name == "auto" and (num_bits == 2 or not x.is_cuda)):
         return reference
     # Only here: Triton looks for a GPU driver when it is imported.
     from megatron_trace.formats import kernels

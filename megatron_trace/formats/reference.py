@@ -58,6 +58,23 @@ def encode(
     return minifloat.nearest_codes(E2M1, blocks, effective).reshape(x.shape), scale_bytes
 
 
+def own_scale_bytes(x: torch.Tensor, global_scale: torch.Tensor | float) -> torch.Tensor:
+    """Gives the block scales that `encode` gives, without its codes.
+
+    Args:
+        x: float [..., K].
+        global_scale: FP32 0-d tensor or number, or one for each row, decode side.
+
+    Returns:
+        uint8 [..., B], E4M3.
+
+    Raises:
+        ValueError: K is not a multiple of 16.
+    """
+    _, scale_bytes, _ = _own_scales(x, global_scale)
+    return scale_bytes
+
+
 def decode(
     codes: torch.Tensor,
     scale_bytes: torch.Tensor,
@@ -97,16 +114,16 @@ def guided_codes(
 
     Args:
         x: float [..., K]; the trainer's values.
-        hint: uint8 [..., K * num_bits / 8]; packed mantissa bits (1) or packed codes (4).
+        hint: uint8 [..., K * num_bits / 8]; packed lowest bits (1, 2) or codes (4).
         scale_bytes: uint8 [..., B]; the rollout's block scales.
         global_scale: FP32 0-d tensor or number, or one for each row; the rollout's, decode side.
-        num_bits: 1 or 4.
+        num_bits: 1, 2 or 4.
 
     Returns:
         uint8 [..., K], 0 to 15, with the sign of x.
 
     Raises:
-        ValueError: Shapes disagree, K is not a multiple of 16, or num_bits is not 1 or 4.
+        ValueError: Shapes disagree, K is not a multiple of 16, or num_bits is not 1, 2 or 4.
 
     Source: method.md section 3.
     """
@@ -147,7 +164,7 @@ def rtn_record(
     Args:
         x: float [..., K].
         global_scale: FP32 0-d tensor or number, or one for each row, decode side.
-        num_bits: 1 (mantissa bits) or 4 (codes) per value of the hint.
+        num_bits: 1, 2 (lowest bits) or 4 (codes) per value of the hint.
         dtype: dtype in which the dequantised values are rounded; None is that of x.
 
     Returns:
@@ -156,7 +173,7 @@ def rtn_record(
         scale_bytes: uint8 [..., B], E4M3.
 
     Raises:
-        ValueError: K is not a multiple of 16, or num_bits is not 1 or 4.
+        ValueError: K is not a multiple of 16, or num_bits is not 1, 2 or 4.
     """
     require_num_bits(num_bits)
     blocks, scale_bytes, effective = _own_scales(x, global_scale)
@@ -178,17 +195,17 @@ def guided(
 
     Args:
         x: float [..., K]; the trainer's values.
-        hint: uint8 [..., K * num_bits / 8]; packed mantissa bits (1) or packed codes (4).
+        hint: uint8 [..., K * num_bits / 8]; packed lowest bits (1, 2) or codes (4).
         scale_bytes: uint8 [..., B]; the rollout's block scales.
         global_scale: FP32 0-d tensor or number, or one for each row; the rollout's, decode side.
-        num_bits: 1 or 4.
+        num_bits: 1, 2 or 4.
         dtype: dtype in which the dequantised values are rounded; None is that of x.
 
     Returns:
         [..., K] in the dtype of x: the decoded `guided_codes`, but NaN where x is NaN.
 
     Raises:
-        ValueError: Shapes disagree, K is not a multiple of 16, or num_bits is not 1 or 4.
+        ValueError: Shapes disagree, K is not a multiple of 16, or num_bits is not 1, 2 or 4.
     """
     blocks, effective, wanted = _guide(x, hint, scale_bytes, global_scale, num_bits)
     values = minifloat.guided_values(E2M1, blocks, effective, wanted, num_bits=num_bits)

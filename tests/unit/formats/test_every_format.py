@@ -93,7 +93,7 @@ def test_rtn_record_gives_rtn_and_its_codes(fmt: Format, cases: list[HardInput])
         x, scale = fmt.arguments(case)
         codes, expected_bytes = fmt.module.encode(x, scale, **fmt.settings)
         expected = fmt.module.rtn(x, scale, **fmt.settings)
-        for num_bits in (1, fmt.code_bits):
+        for num_bits in (1, 2, fmt.code_bits):
             y, hint, scale_bytes = fmt.module.rtn_record(
                 x, scale, num_bits=num_bits, **fmt.settings
             )
@@ -105,7 +105,7 @@ def test_rtn_record_gives_rtn_and_its_codes(fmt: Format, cases: list[HardInput])
 def test_guiding_by_its_own_hints_gives_rtn(fmt: Format, cases: list[HardInput]) -> None:
     for case in cases:
         x, scale = fmt.arguments(case)
-        for num_bits in (1, fmt.code_bits):
+        for num_bits in (1, 2, fmt.code_bits):
             y, hint, scale_bytes = fmt.module.rtn_record(
                 x, scale, num_bits=num_bits, **fmt.settings
             )
@@ -117,7 +117,7 @@ def test_guided_decodes_the_guided_codes(fmt: Format, cases: list[HardInput]) ->
     for case in cases:
         rollout, scale = fmt.arguments(case)
         x = rollout * 1.01
-        for num_bits in (1, fmt.code_bits):
+        for num_bits in (1, 2, fmt.code_bits):
             _, hint, scale_bytes = fmt.module.rtn_record(
                 rollout, scale, num_bits=num_bits, **fmt.settings
             )
@@ -195,8 +195,9 @@ def test_a_last_axis_of_no_whole_blocks_is_refused(fmt: Format, length: int) -> 
 def test_hints_of_other_widths_are_refused(fmt: Format) -> None:
     scale = None if fmt.scale is None else 1.0
     x = torch.ones(2, 32)
-    with pytest.raises(ValueError, match=rf"num_bits must be 1 .* or {fmt.code_bits} .*; got 2"):
-        fmt.module.rtn_record(x, scale, num_bits=2)
+    message = rf"num_bits must be 1 .*, 2 .* or {fmt.code_bits} .*; got 3"
+    with pytest.raises(ValueError, match=message):
+        fmt.module.rtn_record(x, scale, num_bits=3)
     _, hint, scale_bytes = fmt.module.rtn_record(x, scale, num_bits=1)
     with pytest.raises(ValueError, match=r"hint must be uint8 \(2, \d+\); .* \(2, 4\)"):
         fmt.module.guided(x, hint, scale_bytes, scale, num_bits=fmt.code_bits)

@@ -10,8 +10,7 @@ from megatron_trace.formats import (
     encode,
     guided_codes,
     ops,
-    pack_bits,
-    pack_codes,
+    pack_hint,
     reference,
 )
 from megatron_trace.testing.assertions import assert_same_bytes
@@ -37,19 +36,19 @@ def test_rtn_is_decode_of_encode(name: str, dtype: torch.dtype, rounded_to) -> N
     assert_same_bytes(got, expected, "values", any_nan=True)
 
 
-@pytest.mark.parametrize("num_bits", [1, 4])
+@pytest.mark.parametrize("num_bits", [1, 2, 4])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rtn_record_gives_rtn_and_its_codes(name: str, dtype: torch.dtype, num_bits: int) -> None:
     case = CASES[dtype][name]
     y, hint, scale_bytes = reference.rtn_record(case.x, case.global_scale, num_bits=num_bits)
     codes, expected_bytes = encode(case.x, case.global_scale)
     assert_same_bytes(y, reference.rtn(case.x, case.global_scale), "values", any_nan=True)
-    assert_same_bytes(hint, pack_bits(codes) if num_bits == 1 else pack_codes(codes), "hint")
+    assert_same_bytes(hint, pack_hint(codes, num_bits), "hint")
     assert_same_bytes(scale_bytes, expected_bytes, "scale bytes")
 
 
 @pytest.mark.parametrize("rounded_to", [None, torch.bfloat16])
-@pytest.mark.parametrize("num_bits", [1, 4])
+@pytest.mark.parametrize("num_bits", [1, 2, 4])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_guided_decodes_the_guided_codes(
     name: str, dtype: torch.dtype, num_bits: int, rounded_to
@@ -66,7 +65,7 @@ def test_guided_decodes_the_guided_codes(
     assert_same_bytes(got, torch.where(nan, x, expected), "values", any_nan=True)
 
 
-@pytest.mark.parametrize("num_bits", [1, 4])
+@pytest.mark.parametrize("num_bits", [1, 2, 4])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_guiding_by_its_own_hints_gives_rtn(name: str, dtype: torch.dtype, num_bits: int) -> None:
     case = CASES[dtype][name]
@@ -147,7 +146,8 @@ def bad_call(**changes) -> None:
         ({"x": torch.ones(2, 24)}, r"multiple of 16.*\(2, 24\)"),
         ({"x": torch.ones(())}, r"multiple of 16.*\(\)"),
         ({"x": torch.ones(2, 32, dtype=torch.int32)}, "float tensor.*int32"),
-        ({"num_bits": 2}, "num_bits must be 1 .* or 4 .*got 2"),
+        ({"num_bits": 3}, "num_bits must be 1 .*, 2 .* or 4 .*got 3"),
+        ({"num_bits": 2}, r"hint must be uint8 \(2, 8\); got torch.uint8 \(2, 4\)"),
         ({"num_bits": 4}, r"hint must be uint8 \(2, 16\); got torch.uint8 \(2, 4\)"),
         ({"hint": torch.zeros(2, 4)}, r"hint must be uint8 \(2, 4\); got torch.float32"),
         ({"scale_bytes": torch.ones(3, 2, dtype=torch.uint8)}, r"scale_bytes .*\(2, 2\).*\(3, 2\)"),

@@ -5,7 +5,15 @@ import math
 import pytest
 import torch
 
-from megatron_trace.formats import E2M1_VALUES, decode, encode, guided_codes, pack_bits, pack_codes
+from megatron_trace.formats import (
+    E2M1_VALUES,
+    decode,
+    encode,
+    guided_codes,
+    pack_bits,
+    pack_codes,
+    pack_hint,
+)
 from megatron_trace.testing.assertions import assert_same_bytes
 from megatron_trace.testing.hard_inputs import MIDPOINTS, hard_inputs, near
 
@@ -94,12 +102,40 @@ GUIDED_4_BITS = {
     math.nan: (6, 6, 6, 6, 6, 6, 6, 7),
 }
 
+# |x| / scale -> the code that the two lowest bits 0 to 3 of the rollout's code lead to.
+GUIDED_2_BITS = {
+    0.0: (0, 0, 0, 0),
+    1e-30: (0, 1, 1, 1),
+    0.25: (0, 1, 1, 1),
+    0.49: (0, 1, 1, 1),
+    0.5: (1, 1, 1, 1),
+    0.51: (1, 1, 2, 2),
+    0.99: (1, 1, 2, 2),
+    1.0: (2, 2, 2, 2),
+    1.25: (3, 2, 2, 3),
+    1.5: (3, 3, 3, 3),
+    1.75: (4, 4, 3, 3),
+    2.0: (4, 4, 4, 4),
+    2.5: (4, 5, 5, 4),
+    3.0: (5, 5, 5, 5),
+    3.01: (5, 5, 6, 6),
+    3.99: (5, 5, 6, 6),
+    4.0: (6, 6, 6, 6),
+    4.01: (6, 6, 6, 7),
+    5.0: (6, 6, 6, 7),
+    5.99: (6, 6, 6, 7),
+    6.0: (6, 6, 6, 7),
+    50.0: (6, 6, 6, 7),
+    math.inf: (6, 6, 6, 7),
+    math.nan: (6, 6, 6, 7),
+}
+
 
 def guide_one(x: float, code: int, num_bits: int) -> int:
     """Gives the code of one value at scale 1 under the rollout's code."""
     row = torch.full((16,), x)
     hint = torch.full((16,), code, dtype=torch.uint8)
-    packed = pack_bits(hint) if num_bits == 1 else pack_codes(hint)
+    packed = pack_hint(hint, num_bits)
     scale_bytes = torch.tensor([ONE], dtype=torch.uint8)
     codes = guided_codes(row, packed, scale_bytes, 1.0, num_bits=num_bits).unique()
     assert codes.numel() == 1, f"16 equal values of {x} got codes {codes.tolist()}"
@@ -123,6 +159,43 @@ def test_mantissa_bit_chooses_between_the_two_candidates(
 ) -> None:
     got = tuple(guide_one(math.copysign(a, -1 if negative else 1), bit, 1) for bit in (0, 1))
     assert got == tuple(code + 8 * negative for code in expected)
+
+
+@pytest.mark.parametrize("negative", [False, True])
+@pytest.mark.parametrize(("a", "expected"), GUIDED_2_BITS.items())
+def test_two_bits_choose_the_candidate_nearer_to_the_index_that_they_stand_for(
+    a: float, expected: tuple[int, ...], negative: bool
+) -> None:
+    sign = 8 * negative
+    x = math.copysign(a, -1 if negative else 1)
+    assert tuple(guide_one(x, pair, 2) for pair in range(4)) == tuple(
+        code + sign for code in expected
+    )
+
+
+def test_the_signs_of_the_rollout_do_not_matter_to_two_bits() -> None:
+    for a in GUIDED_2_BITS:
+        for code in range(16):
+            assert guide_one(a, code, 2) == guide_one(a, code & 3, 2), f"{a}, code {code}"
+
+
+def test_two_bits_equal_full_codes_within_the_window_of_four() -> None:
+    """The rollout's index is at most 1 below x's lower candidate, or 1 above its upper one."""
+    for a, by_code in GUIDED_4_BITS.items():
+        lower = sum(value <= a for value in E2M1_VALUES[:-1]) - 1 if a < 6 else 6
+        for code in range(max(lower - 1, 0), min(lower + 2, 7) + 1):
+            assert guide_one(a, code, 2) == by_code[code], f"{a}, code {code}"
+
+
+def test_two_bits_are_the_nearest_congruent_index_by_enumeration() -> None:
+    for lower in range(7):
+        x = (E2M1_VALUES[lower] + E2M1_VALUES[lower + 1]) / 2
+        for pair in range(4):
+            indices = [index for index in range(8) if index % 4 == pair]
+            distances = [abs(index - lower - 0.5) for index in indices]
+            assert distances.count(min(distances)) == 1, "a tie would need a rule"
+            rollout = indices[distances.index(min(distances))]
+            assert guide_one(x, pair, 2) == (lower if rollout <= lower else lower + 1)
 
 
 @pytest.mark.parametrize("negative", [False, True])
