@@ -37,6 +37,8 @@ class TraceConfig:
             to nearest under the rollout's scale.
         diagnostic_share: Share of the samples that also carry full codes, for metrics only.
         check_finite: Whether NaN or Inf at a quantised site raises an error that names it.
+        power_of_two_scales: Whether the global scales of activations and weights are rounded up to
+            powers of two, with which code * block scale * global scale is exact in BF16.
         save_packed_activations: Whether training keeps the quantised inputs of the routed experts'
             linears for backward as codes and block scales, 4.5 bit a value; the gradients have the
             same bits either way.
@@ -55,6 +57,7 @@ class TraceConfig:
     guard_min_parity_agreement: float = 0.65
     diagnostic_share: float = 0.0
     check_finite: bool = True
+    power_of_two_scales: bool = False
     save_packed_activations: bool = False
     implementation: Implementation = "auto"
 

@@ -38,6 +38,7 @@ class QuantizerSettings:
         block_size: Neighbouring values that share one block scale.
         prefill_attends_to: Whether a prompt attends to `quantized` K/V or to the `fresh` chunk.
         operand_dtype: dtype in which dequantised operands are rounded before a product.
+        power_of_two_scales: Whether global scales, of weights too, are powers of two.
         model_id: Name of the model whose activations were calibrated.
     """
 
@@ -46,6 +47,7 @@ class QuantizerSettings:
     block_size: int = BLOCK_SIZE
     prefill_attends_to: str = "quantized"
     operand_dtype: str = "bfloat16"
+    power_of_two_scales: bool = False
     model_id: str = ""
 
     def __post_init__(self) -> None:
@@ -83,6 +85,7 @@ class QuantizerSettings:
                 self.block_size,
                 self.prefill_attends_to,
                 self.operand_dtype,
+                self.power_of_two_scales,
                 self.model_id,
                 scales,
             ]

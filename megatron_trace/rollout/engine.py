@@ -166,9 +166,11 @@ class RolloutEngine:
 
         self._settings = None
         collect_amax(self.model, self.layers, forward_loop)
-        scales, self.experts_without_calibration = calibrated_scales(self.layers)
+        scales, self.experts_without_calibration = calibrated_scales(
+            self.layers, power_of_two=self.trace.power_of_two_scales
+        )
         self._warn_of_unseen_experts()
-        self.use_settings(QuantizerSettings(scales, model_id=self.model_id))
+        self.use_settings(self._settings_of(scales))
 
     def use_settings(self, settings: QuantizerSettings) -> None:
         """Takes the settings of another engine of the same model, instead of calibrating.
@@ -177,7 +179,7 @@ class RolloutEngine:
             ValueError: The settings are not those of an engine like this one.
         """
         self._require_quantising("use_settings")
-        own = QuantizerSettings({}, model_id=self.model_id)
+        own = self._settings_of({})
         for field in dataclasses.fields(QuantizerSettings):
             theirs, ours = getattr(settings, field.name), getattr(own, field.name)
             if field.name == "global_scales":
@@ -208,7 +210,11 @@ class RolloutEngine:
         self.load_weights(named)
         if self.quantised:
             self._has_plain_weights = False
-            digest = quantise_experts(self.layers, self.trace.implementation)
+            digest = quantise_experts(
+                self.layers,
+                power_of_two_scales=self.trace.power_of_two_scales,
+                implementation=self.trace.implementation,
+            )
         else:
             digest = plain_digest(dict(self.model.named_parameters()))
         self._policy_version = policy_version
@@ -277,6 +283,11 @@ class RolloutEngine:
         self.seconds["record"] += self._recorder.seconds - put_before
         self.seconds["rollout"] += time.perf_counter() - started
         return samples
+
+    def _settings_of(self, scales: dict[Place, float]) -> QuantizerSettings:
+        return QuantizerSettings(
+            scales, power_of_two_scales=self.trace.power_of_two_scales, model_id=self.model_id
+        )
 
     def _store(self, store: HintStore, samples: list[RolloutSample]) -> None:
         assert self._settings is not None, "only a quantising engine records"

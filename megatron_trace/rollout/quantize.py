@@ -151,12 +151,16 @@ def site_quantisers(layer: DecoderLayer) -> dict[Site, dict[int, TensorQuantizer
 
 
 def calibrated_scales(
-    layers: Iterable[DecoderLayer],
+    layers: Iterable[DecoderLayer], *, power_of_two: bool
 ) -> tuple[dict[tuple[int, Site], float], dict[int, tuple[int, ...]]]:
     """Gives the global scale of every place from what the quantisers saw.
 
     The experts of a layer share the amax of fc2's input, also those that got no token. ModelOpt
     does not share it once SequentialMLP is subclassed with a forward of its own.
+
+    Args:
+        layers: Decoder layers of the engine's model, calibrated.
+        power_of_two: Whether scales are rounded up to powers of two.
 
     Returns:
         scales: By (decoder layer, site).
@@ -183,7 +187,7 @@ def calibrated_scales(
             amax = torch.stack([value.float().reshape(()) for value in seen.values()]).max()
             for quantiser in quantisers.values():
                 quantiser.amax = amax.clone()
-            scales[layer.index, site] = float(global_scale_from_amax(amax))
+            scales[layer.index, site] = float(global_scale_from_amax(amax, power_of_two))
             if site == Site.FC2:
                 unseen[layer.index] = tuple(key for key in quantisers if key not in seen)
     return scales, unseen

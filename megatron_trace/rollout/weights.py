@@ -55,7 +55,9 @@ def copy_weights(model: torch.nn.Module, named: Mapping[str, torch.Tensor]) -> N
 
 
 @torch.no_grad()
-def quantise_experts(layers: Iterable[DecoderLayer], implementation: Implementation) -> str:
+def quantise_experts(
+    layers: Iterable[DecoderLayer], *, power_of_two_scales: bool, implementation: Implementation
+) -> str:
     """Replaces the routed experts' weights by their fake-quantised values.
 
     Every matrix has its own amax; gate and up are one matrix. ModelOpt's weight quantisers run
@@ -63,6 +65,7 @@ def quantise_experts(layers: Iterable[DecoderLayer], implementation: Implementat
 
     Args:
         layers: Decoder layers of the engine's model, with BF16 weights.
+        power_of_two_scales: Whether global scales are rounded up to powers of two.
         implementation: Kernels of the number formats.
 
     Returns:
@@ -71,7 +74,7 @@ def quantise_experts(layers: Iterable[DecoderLayer], implementation: Implementat
     digests = []
     for layer in layers:
         for expert, matrix, linear in named_expert_linears(layer):
-            quantiser = _WeightQuantiser(implementation)
+            quantiser = _WeightQuantiser(power_of_two_scales, implementation)
             tensor_quantizer = cast("TensorQuantizer", linear.weight_quantizer)
             weight = cast("torch.Tensor", linear.weight)
             tensor_quantizer.amax = weight.abs().amax().float()
@@ -89,12 +92,13 @@ def quantise_experts(layers: Iterable[DecoderLayer], implementation: Implementat
 class _WeightQuantiser:
     """Quantises one matrix [O, K] and keeps its packed codes, scale bytes and global scale."""
 
-    def __init__(self, implementation: Implementation) -> None:
+    def __init__(self, power_of_two_scales: bool, implementation: Implementation) -> None:
+        self.power_of_two_scales = power_of_two_scales
         self.implementation: Implementation = implementation
         self.record: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
 
     def __call__(self, weight: torch.Tensor) -> torch.Tensor:
-        scale = global_scale_from_amax(weight.abs().amax())
+        scale = global_scale_from_amax(weight.abs().amax(), self.power_of_two_scales)
         y, packed_codes, scale_bytes = ops.rtn_record(
             weight, scale, num_bits=4, dtype=OPERAND_DTYPE, implementation=self.implementation
         )

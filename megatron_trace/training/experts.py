@@ -244,6 +244,6 @@ class QuantisedWeightFc2(RowParallelLinear):
 
 
 def _quantised_weight(weight: torch.Tensor, place: ExpertPlace) -> torch.Tensor:
-    quantised, fresh = place.weight.current(weight, place.sites.operand_dtype)
+    quantised, fresh = place.weight.current(weight, place.sites.weight_rule)
     place.sites.count_weight((place.layer, place.expert, place.matrix), fresh=fresh)
     return quantised.values

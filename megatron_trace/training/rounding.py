@@ -131,12 +131,14 @@ class Rounding:
         global_scale: Static decode-side scale.
         hint: Hints in the order of the operand's rows; None rounds every row to nearest.
         operand_dtype: dtype in which dequantised values are rounded.
+        power_of_two_scales: Whether the global scale of the weight beside it is a power of two.
         implementation: Kernels of the number formats.
     """
 
     global_scale: float
     hint: HintRows | None = None
     operand_dtype: torch.dtype = torch.bfloat16
+    power_of_two_scales: bool = False
     implementation: ops.Implementation = "auto"
 
     def quantised(self, values: torch.Tensor) -> torch.Tensor:

@@ -28,6 +28,7 @@ from megatron_trace.training.rounding import (
 )
 from megatron_trace.training.shape import ExpertMatrix, ModelShape, Place, place_name
 from megatron_trace.training.slots import SlotRows, dispatched_slots, no_slot_hints
+from megatron_trace.training.weights import WeightRule
 
 if TYPE_CHECKING:
     from megatron_trace.training.micro_batch import MicroBatch
@@ -136,6 +137,11 @@ class TraceSites:
                     f"the trainer reproduces {name} {' or '.join(map(str, reproduced))}; the "
                     f"rollout's settings say {getattr(settings, name)}"
                 )
+        if settings.power_of_two_scales != self.trace.power_of_two_scales:
+            raise ValueError(
+                f"power_of_two_scales={settings.power_of_two_scales} in the rollout's settings, "
+                f"but {self.trace.power_of_two_scales} in the trainer's; set both alike"
+            )
         for place in self.shape.places:
             settings.global_scale(*place)
         self._settings = settings
@@ -144,6 +150,11 @@ class TraceSites:
     def operand_dtype(self) -> torch.dtype:
         """dtype in which dequantised operands are rounded, also when the trainer runs in FP32."""
         return OPERAND_DTYPES[self.settings.operand_dtype]
+
+    @property
+    def weight_rule(self) -> WeightRule:
+        """How the engine quantises expert weights."""
+        return WeightRule(self.operand_dtype, self.settings.power_of_two_scales)
 
     # The micro-batch in force.
 
@@ -405,6 +416,7 @@ class TraceSites:
         return Rounding(
             self.settings.global_scale(*place),
             operand_dtype=self.operand_dtype,
+            power_of_two_scales=self.settings.power_of_two_scales,
             implementation=self.trace.implementation,
         )
 

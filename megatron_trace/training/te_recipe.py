@@ -246,4 +246,4 @@ def _weight_global_scale(weight: torch.Tensor, call: LinearCall) -> torch.Tensor
     amax = weight.detach().abs().amax().float()
     if call.amax_group is not None and call.amax_group.size() > 1:
         dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=call.amax_group)
-    return global_scale_from_amax(amax)
+    return global_scale_from_amax(amax, call.rounding.power_of_two_scales)

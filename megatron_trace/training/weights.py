@@ -22,6 +22,19 @@ NUM_LIMBS = 128 // LIMB_BITS
 
 
 @dataclass(frozen=True)
+class WeightRule:
+    """How expert weights are quantised, beyond what never differs.
+
+    Attributes:
+        operand_dtype: dtype in which dequantised operands are rounded.
+        power_of_two_scales: Whether global scales are rounded up to powers of two.
+    """
+
+    operand_dtype: torch.dtype
+    power_of_two_scales: bool
+
+
+@dataclass(frozen=True)
 class QuantisedWeight:
     """One expert matrix as the engine holds it.
 
@@ -31,6 +44,7 @@ class QuantisedWeight:
         scale_bytes: uint8 [rows, K / 16].
         global_scale: FP32 0-d.
         values: BF16, shape of the matrix; the dequantised operand.
+        rule: How it was quantised.
     """
 
     source_bits: torch.Tensor
@@ -38,10 +52,11 @@ class QuantisedWeight:
     scale_bytes: torch.Tensor
     global_scale: torch.Tensor
     values: torch.Tensor
+    rule: WeightRule
 
 
 @torch.no_grad()
-def quantise_weight(weight: torch.Tensor, operand_dtype: torch.dtype) -> QuantisedWeight:
+def quantise_weight(weight: torch.Tensor, rule: WeightRule) -> QuantisedWeight:
     """Quantises one expert matrix: 1x16 blocks, rounding to nearest, one global scale.
 
     The BF16 weight is quantised, whatever the trainer computes in, because that is what the engine
@@ -49,17 +64,18 @@ def quantise_weight(weight: torch.Tensor, operand_dtype: torch.dtype) -> Quantis
 
     Args:
         weight: float [rows, K].
-        operand_dtype: dtype in which dequantised operands are rounded.
+        rule: How the engine quantises weights.
     """
     source = weight.detach().to(torch.bfloat16)
-    global_scale = global_scale_from_amax(source.abs().amax())
+    global_scale = global_scale_from_amax(source.abs().amax(), rule.power_of_two_scales)
     codes, scale_bytes = encode(source, global_scale)
     return QuantisedWeight(
         source_bits=source.clone().view(torch.int16),
         packed_codes=pack_codes(codes),
         scale_bytes=scale_bytes,
         global_scale=global_scale,
-        values=decode(codes, scale_bytes, global_scale, operand_dtype),
+        values=decode(codes, scale_bytes, global_scale, rule.operand_dtype),
+        rule=rule,
     )
 
 
@@ -74,19 +90,17 @@ class ExpertWeight:
     def __init__(self) -> None:
         self._quantised: QuantisedWeight | None = None
 
-    def current(
-        self, weight: torch.Tensor, operand_dtype: torch.dtype
-    ) -> tuple[QuantisedWeight, bool]:
+    def current(self, weight: torch.Tensor, rule: WeightRule) -> tuple[QuantisedWeight, bool]:
         """Gives the quantised weight and whether it had to be quantised now."""
         known = self._quantised
         if (
             known is not None
-            and known.values.dtype == operand_dtype
+            and known.rule == rule
             and known.source_bits.device == weight.device
             and torch.equal(known.source_bits, weight.detach().to(torch.bfloat16).view(torch.int16))
         ):
             return known, False
-        self._quantised = quantise_weight(weight, operand_dtype)
+        self._quantised = quantise_weight(weight, rule)
         return self._quantised, True
 
 
@@ -116,7 +130,7 @@ def expert_weight_digest(model: HybridModel, sites: TraceSites) -> str:
         group = layer.moe.ep_group
         for expert, matrix, module in named_expert_linears(layer):
             linear: Any = module
-            weight, _ = linear.place.weight.current(linear.weight, sites.operand_dtype)
+            weight, _ = linear.place.weight.current(linear.weight, sites.weight_rule)
             total += matrix_digest(
                 layer.index,
                 expert,

@@ -77,7 +77,7 @@ def test_a_site_that_saw_nothing_is_named(engine, weights):
     for quantiser in site_quantisers(engine.layers[1])[Site.FC2].values():
         quantiser.reset_amax()
     with pytest.raises(RuntimeError, match="layer 1, site fc2: no expert of the layer saw"):
-        calibrated_scales(engine.layers)
+        calibrated_scales(engine.layers, power_of_two=False)
 
 
 def test_calibrating_again_forgets_what_was_seen_before(engine, weights):

@@ -67,7 +67,7 @@ def test_operands_are_rounded_to_bf16_in_an_fp32_trainer_too(build, rollout):
     with sites.micro_batch(micro_batch):
         y = sites.quantise_rows(_values(micro_batch), FC1)
         weight = model.decoder.layers[1].mlp.experts.local_experts[0].linear_fc1
-        w, _ = weight.place.weight.current(weight.weight, sites.operand_dtype)
+        w, _ = weight.place.weight.current(weight.weight, sites.weight_rule)
     assert sites.report().sites[Site.FC1].guided == REAL_ROWS
     assert y.dtype == torch.float32
     assert_same_bytes(y, y.bfloat16().float(), "activation")

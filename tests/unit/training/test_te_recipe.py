@@ -41,7 +41,7 @@ from megatron_trace.training.te_recipe import (
     tiled_scales,
 )
 from megatron_trace.training.te_rows import LinearCall, linear_call
-from megatron_trace.training.weights import quantise_weight
+from megatron_trace.training.weights import WeightRule, quantise_weight
 
 SPLITS = (5, 0, 9)
 K = 48
@@ -98,7 +98,9 @@ def test_a_copy_keeps_its_kind_and_flags(kind) -> None:
 def test_weights_are_rounded_like_the_trainers(values, weight) -> None:
     with linear_call(LinearCall("fc1", values, Rounding(SCALE))):
         held = WeightFakeQuantizer()(weight).dequantize()
-    assert torch.equal(held, quantise_weight(weight, torch.bfloat16).values)
+    assert torch.equal(
+        held, quantise_weight(weight, WeightRule(torch.bfloat16, power_of_two_scales=False)).values
+    )
     assert torch.equal(held, quantised_weight(weight))
 
 
@@ -129,7 +131,7 @@ def test_nvfp4_parts_decode_to_the_guided_values(values, rounding) -> None:
 
 
 def test_an_nvfp4_weight_holds_the_trainers_codes(values, weight) -> None:
-    expected = quantise_weight(2.0 * weight, torch.bfloat16)
+    expected = quantise_weight(2.0 * weight, WeightRule(torch.bfloat16, power_of_two_scales=False))
     with linear_call(LinearCall("fc1", values, Rounding(SCALE))):
         held = WeightNVFP4Quantizer()(weight)
         held.quantize_(2.0 * weight)

@@ -11,7 +11,12 @@ from megatron_trace.testing.assertions import assert_same_bytes
 from megatron_trace.testing.recorded_samples import calibrate, random_samples
 from megatron_trace.training.micro_batch import make_micro_batch
 from megatron_trace.training.model import token_logprobs
-from megatron_trace.training.weights import ExpertWeight, expert_weight_digest, quantise_weight
+from megatron_trace.training.weights import (
+    ExpertWeight,
+    WeightRule,
+    expert_weight_digest,
+    quantise_weight,
+)
 
 LENGTHS = ((5, 3), (3, 0), (7, 4))
 
@@ -37,7 +42,7 @@ def _forward(model, sites, micro_batch):
 def test_the_bf16_weight_is_quantised_with_one_amax_for_gate_and_up():
     weight = torch.randn(64, 128)
     weight[32:] *= 10
-    got = quantise_weight(weight, torch.bfloat16)
+    got = quantise_weight(weight, WeightRule(torch.bfloat16, power_of_two_scales=False))
     scale = global_scale_from_amax(weight.bfloat16().abs().amax())
     codes, scale_bytes = encode(weight.bfloat16(), scale)
     assert_same_bytes(got.global_scale, scale, "global scale")
@@ -49,7 +54,7 @@ def test_modelopt_gives_the_same_codes_scales_and_values():
     from modelopt.torch.quantization.qtensor import NVFP4QTensor
 
     weight = torch.randn(64, 128, generator=torch.Generator().manual_seed(0)).bfloat16()
-    got = quantise_weight(weight, torch.bfloat16)
+    got = quantise_weight(weight, WeightRule(torch.bfloat16, power_of_two_scales=False))
     tensor, scales, scale = NVFP4QTensor.quantize(weight, 16)
     assert_same_bytes(got.global_scale, scale.float().reshape(()), "global scale")
     assert_same_bytes(got.packed_codes, tensor._quantized_data, "codes")
@@ -57,7 +62,9 @@ def test_modelopt_gives_the_same_codes_scales_and_values():
 
 
 def test_a_weight_of_zeros_gives_zeros():
-    got = quantise_weight(torch.zeros(32, 32), torch.bfloat16)
+    got = quantise_weight(
+        torch.zeros(32, 32), WeightRule(torch.bfloat16, power_of_two_scales=False)
+    )
     assert not got.values.any()
     assert not got.scale_bytes.any()
 
@@ -116,10 +123,11 @@ def test_the_sign_of_a_zero_counts_as_a_change():
     weight = torch.randn(16, 16).bfloat16()
     weight[3, 5] = 0.0
     kept = ExpertWeight()
-    assert kept.current(weight, torch.bfloat16)[1]
-    assert not kept.current(weight, torch.bfloat16)[1]
+    rule = WeightRule(torch.bfloat16, power_of_two_scales=False)
+    assert kept.current(weight, rule)[1]
+    assert not kept.current(weight, rule)[1]
     _one_sign_of_zero(weight)
-    assert kept.current(weight, torch.bfloat16)[1]
+    assert kept.current(weight, rule)[1]
 
 
 def test_a_loaded_checkpoint_is_quantised_anew(ready):
