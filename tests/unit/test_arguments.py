@@ -22,6 +22,7 @@ EVERY_FLAG = """
     --trace-guard-max-scale-steps 3
     --trace-guard-min-parity-agreement 0.7
     --trace-diagnostic-share 0.25
+    --trace-power-of-two-scales
     --trace-save-packed-activations
     --trace-implementation torch
 """
@@ -36,6 +37,7 @@ EVERY_FIELD_CHANGED = TraceConfig(
     guard_max_scale_steps=3,
     guard_min_parity_agreement=0.7,
     diagnostic_share=0.25,
+    power_of_two_scales=True,
     save_packed_activations=True,
     implementation="torch",
 )
