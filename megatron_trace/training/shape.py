@@ -28,6 +28,7 @@ class ModelShape:
         expert_values: Values of one expert slot at fc2: the experts' hidden size.
         kv_values: Values of a k or v row: KV heads times head dim.
         max_sequence_length: Longest sequence in tokens.
+        vocab_size: Rows of the embedding.
     """
 
     num_layers: int
@@ -40,6 +41,7 @@ class ModelShape:
     expert_values: int
     kv_values: int
     max_sequence_length: int
+    vocab_size: int
 
     @property
     def places(self) -> tuple[Place, ...]:
@@ -87,4 +89,5 @@ def model_shape(model: HybridModel, max_sequence_length: int) -> ModelShape:
         expert_values=config.moe_ffn_hidden_size,
         kv_values=config.num_query_groups * config.kv_channels,
         max_sequence_length=max_sequence_length,
+        vocab_size=model.vocab_size,
     )

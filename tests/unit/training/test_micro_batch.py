@@ -143,6 +143,15 @@ def test_routing_of_another_model_is_refused(sites):
     _refused(sites, samples, r"sample-2 has routing of \(MoE layers, top-k\) \(1, 4\).*\(2, 4\)")
 
 
+@pytest.mark.parametrize("token", [-1, VOCAB])
+def test_tokens_of_another_vocabulary_are_refused(sites, token):
+    """A GPU would only report an assertion of some kernel, and end the process."""
+    samples = _samples(sites)
+    response = (*samples[2].response_tokens[:-1], token)
+    samples[2] = replace(samples[2], response_tokens=response)
+    _refused(sites, samples, rf"sample-2 has tokens .*{token}.* vocabulary is 0 to 15")
+
+
 @pytest.mark.parametrize(("expert", "message"), [(16, "not all of 0 to 15"), (-1, "not all of")])
 def test_an_expert_that_does_not_exist_is_refused(sites, expert, message):
     samples = _samples(sites)
