@@ -16,11 +16,10 @@ import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
-from megatron_trace.formats import ops
 from megatron_trace.hints.types import Site
 from megatron_trace.models.moe import DispatchInputMoELayer, UnweightedSequentialMLP
 from megatron_trace.training.dispatch import dispatch_rows
-from megatron_trace.training.products import packed_product, weighted_product
+from megatron_trace.training.products import quantised_product, weighted_product
 from megatron_trace.training.rounding import PackedRows
 from megatron_trace.training.sites import TraceSites
 from megatron_trace.training.slots import SlotRows
@@ -195,10 +194,7 @@ class GuidedExperts(UnweightedSequentialMLP):
 
 
 class QuantisedWeightFc1(ColumnParallelLinear):
-    """First linear of an expert, with the engine's quantised weight.
-
-    dgrad uses the quantised weight; wgrad lands on the parameter (straight-through).
-    """
+    """First linear of an expert, with the engine's quantised weight."""
 
     place: ExpertPlace | None = None
 
@@ -207,12 +203,8 @@ class QuantisedWeightFc1(ColumnParallelLinear):
     ) -> torch.Tensor:
         if self.place is None:
             return super()._forward_impl(input, weight, *args, **kwargs)
-        values = _quantised_weight(weight, self.place)
         packed = _EXPERT_ROWS.get().packed_input
-        if packed is not None:
-            return packed_product(input, packed, weight, values)
-        weight = ops.straight_through(weight, values.to(weight.dtype))
-        return super()._forward_impl(input, weight, *args, **kwargs)
+        return quantised_product(input, weight, _quantised_weight(weight, self.place), packed)
 
 
 class QuantisedWeightFc2(RowParallelLinear):

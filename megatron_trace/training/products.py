@@ -19,21 +19,24 @@ import torch
 from megatron_trace.training.rounding import PackedRows, Rounding
 
 
-def packed_product(
-    x: torch.Tensor, packed: PackedRows, weight: torch.Tensor, quantised_weight: torch.Tensor
+def quantised_product(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    quantised_weight: torch.Tensor,
+    packed: PackedRows | None,
 ) -> torch.Tensor:
-    """Gives the product of a quantised input with a quantised weight, keeping the codes only.
+    """Gives the product of a quantised input with a quantised weight.
 
     Args:
         x: float [N, K]; the quantised input.
-        packed: Its codes.
         weight: float [M, K]; the parameter, which gets the gradient.
         quantised_weight: [M, K]; its dequantised codes.
+        packed: Codes of x, which backward then keeps instead of x; None keeps x.
 
     Returns:
         [N, M] in the dtype of x.
     """
-    return _PackedProduct.apply(x, weight, quantised_weight, packed)  # pyright: ignore[reportReturnType]
+    return _QuantisedProduct.apply(x, weight, quantised_weight, packed)  # pyright: ignore[reportReturnType]
 
 
 def weighted_product(
@@ -65,10 +68,10 @@ def weighted_product(
     )
 
 
-class _PackedProduct(torch.autograd.Function):
+class _QuantisedProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x, weight, quantised_weight, packed):
-        _keep(ctx, None, packed, quantised_weight)
+        _keep(ctx, x, packed, quantised_weight)
         return x @ quantised_weight.to(x.dtype).t()
 
     @staticmethod

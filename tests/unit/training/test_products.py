@@ -9,7 +9,7 @@ from megatron_trace.formats import ops
 from megatron_trace.testing.assertions import assert_same_bytes
 from megatron_trace.testing.moe_reference import quantised_weight
 from megatron_trace.testing.roundings import recorded_rounding
-from megatron_trace.training.products import packed_product, weighted_product
+from megatron_trace.training.products import quantised_product, weighted_product
 from megatron_trace.training.rounding import Rounding
 
 ROWS, K, M = 37, 64, 48
@@ -65,19 +65,20 @@ def test_weighted_products_have_the_bits_of_autograd(dtype, probs_dtype, rows, s
         assert_same_bytes(a.grad, b.grad, name)
 
 
+@pytest.mark.parametrize("save_packed", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_packed_products_have_the_bits_of_autograd(dtype):
+def test_products_of_quantised_inputs_have_the_bits_of_autograd(dtype, save_packed):
     (activation, _, weight), grad = _leaves(dtype, dtype)
     (other, _, other_weight), _ = _leaves(dtype, dtype)
     packed = _guided(activation).packed(activation)
-    values = quantised_weight(weight).to(dtype)
+    values = quantised_weight(weight)
     expected = (
         ops.straight_through(other, packed.values(dtype))
-        @ ops.straight_through(other_weight, values).t()
+        @ ops.straight_through(other_weight, values.to(dtype)).t()
     )
     expected.backward(grad)
     quantised = ops.straight_through(activation, packed.values(dtype))
-    got = packed_product(quantised, packed, weight, values)
+    got = quantised_product(quantised, weight, values, packed if save_packed else None)
     got.backward(grad)
     assert_same_bytes(got.detach(), expected.detach(), "output")
     assert_same_bytes(activation.grad, other.grad, "input")
