@@ -1,12 +1,14 @@
 """Checks the NVFP4 kernels against their reference on a GPU, and measures their bandwidth.
 
-Three checks, each of which ends the program with an error when one byte differs:
+Three checks; the program ends with an error when one byte differs, but measures all the same:
 * every hard input, in FP32, BF16 and FP16;
 * random values of several distributions, 100 million of them by default, in FP32 and BF16;
-* the kernels' division, for all 2^23 mantissas of a divisor, beside each boundary of E2M1 and E4M3.
+* the BF16 kernels' division, for all 2^23 mantissas of a divisor, beside each boundary of E2M1 and
+  E4M3.
 
 Then the bandwidth of each kernel beside a device copy and ModelOpt's `fp4_fake_quant_block`, over
-inputs that no cache holds. Needs torch, triton, and for the last row ModelOpt.
+inputs that no cache holds; then microseconds for few tokens under replay of a CUDA graph. Needs
+torch, triton, and for one row ModelOpt.
 
     python tools/bench_formats.py --out formats.json
     python tools/bench_formats.py --sweep        # also the tiles and warps to choose from
@@ -15,9 +17,11 @@ inputs that no cache holds. Needs torch, triton, and for the last row ModelOpt.
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import json
-import time
+import multiprocessing
+import statistics
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -26,7 +30,7 @@ import triton
 import triton.language as tl
 from triton.testing import do_bench
 
-from megatron_trace.formats import E2M1_VALUES, kernels
+from megatron_trace.formats import E2M1_VALUES, kernels, kernels_bf16
 from megatron_trace.formats.kernels import Launch
 from megatron_trace.testing.hard_inputs import MIDPOINTS, hard_inputs
 from megatron_trace.testing.kernel_equality import assert_kernels_equal_reference
@@ -34,6 +38,16 @@ from megatron_trace.testing.kernel_equality import assert_kernels_equal_referenc
 GLOBAL_SCALE = 0.002
 COLUMNS = 4096
 SWEEP = [Launch(tiles, warps) for tiles, warps in itertools.product((1, 2, 4, 8), (2, 4, 8))]
+SMALL_LAUNCH = Launch(tiles=1, num_warps=1)
+SMALL_SWEEP = [Launch(tiles, warps) for tiles, warps in itertools.product((1, 2), (1, 2, 4))]
+SMALL_TOKENS = (1, 8, 64, 256, 512)
+SMALL_COLUMNS = 2048
+# Of inputs, and what dequantised values are rounded to.
+_DTYPES = [
+    (dtype, rounded_to)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16)
+    for rounded_to in (None, torch.bfloat16)
+]
 # Between two E4M3 values lies a fraction of sixteen; other binades divide alike.
 E4M3_BOUNDARIES = tuple(1 + sixteenth / 16 for sixteenth in range(16))
 NUM_MANTISSAS = 1 << 23
@@ -44,19 +58,31 @@ def main() -> None:
     arguments = _arguments()
     torch.manual_seed(arguments.seed)
     report: dict = {"device": torch.cuda.get_device_name(), "triton": triton.__version__}
-    report["hard_inputs"] = check_hard_inputs()
-    report["random_values"] = check_random_values(arguments.values)
-    report["divisions"] = check_divisions()
+    wrong: list[str] = []
+    if arguments.values:
+        compile_all(SWEEP if arguments.sweep else [])
+        for name, check in (
+            ("hard_inputs", check_hard_inputs),
+            ("random_values", lambda: check_random_values(arguments.values)),
+            ("divisions", check_divisions),
+        ):
+            report[name], found = check()
+            wrong += found
+    report["differences"] = wrong
     report["bandwidth"] = measure_bandwidth(arguments.megabytes, arguments.sweep)
-    report["launch_us"] = measure_launch()
+    report["small_us"] = measure_small(SMALL_SWEEP if arguments.sweep else [])
     if arguments.out:
         arguments.out.write_text(json.dumps(report, indent=1) + "\n")
     print_report(report)
+    if wrong:
+        raise SystemExit(1)
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--values", type=int, default=100_000_000, help="random values to compare")
+    parser.add_argument(
+        "--values", type=int, default=100_000_000, help="random values to compare; 0: no checks"
+    )
     parser.add_argument("--megabytes", type=int, default=512, help="size of each measured input")
     parser.add_argument("--sweep", action="store_true", help="measure every tile and warp count")
     parser.add_argument("--seed", type=int, default=0)
@@ -64,27 +90,49 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def check_hard_inputs() -> int:
-    """Compares every kernel on every hard input with the reference on the CPU; gives how many."""
-    num_inputs = 0
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+def compile_all(launches: list[Launch]) -> None:
+    """Fills Triton's cache in as many processes as there are cores: one takes minutes."""
+    jobs = [(dtype, to, launch) for dtype, to in _DTYPES for launch in (None, SMALL_LAUNCH)]
+    jobs += itertools.product((torch.bfloat16, torch.float32), [None], launches)
+    with multiprocessing.get_context("spawn").Pool() as pool:
+        pool.starmap(_compile, jobs, chunksize=1)
+
+
+def _compile(dtype: torch.dtype, rounded_to: torch.dtype | None, launch: Launch | None) -> None:
+    x = torch.zeros(1, 16, dtype=dtype, device="cuda")
+    options = {} if launch is None else {"launch": launch}
+    kernels.rtn(x, 1.0, dtype=rounded_to, **options)
+    for bits in (1, 4):
+        options["num_bits"] = bits
+        _, *hints = kernels.rtn_record(x, 1.0, dtype=rounded_to, **options)
+        kernels.guided(x, *hints, 1.0, dtype=rounded_to, **options)
+
+
+def check_hard_inputs() -> tuple[int, list[str]]:
+    """Compares every kernel on every hard input with the reference on the CPU."""
+    num_inputs, wrong = 0, []
+    for dtype, rounded_to in _DTYPES:
         for case in hard_inputs(dtype, "cuda"):
-            for rounded_to in (None, torch.bfloat16):
-                for launch in (None, Launch(1, 1)):
-                    assert_kernels_equal_reference(
-                        case.x,
-                        case.global_scale,
-                        dtype=rounded_to,
-                        launch=launch,
-                        what=f"{case.name} {dtype} rounded to {rounded_to}",
-                    )
+            for launch in (None, SMALL_LAUNCH):
+                what = f"{case.name} {dtype} rounded to {rounded_to} {launch}"
+                wrong += _differences(
+                    case.x, case.global_scale, dtype=rounded_to, launch=launch, what=what
+                )
             num_inputs += 1
-    return num_inputs
+    return num_inputs, wrong
 
 
-def check_random_values(num_values: int) -> dict[str, int]:
+def _differences(*arguments, **options) -> list[str]:
+    try:
+        assert_kernels_equal_reference(*arguments, **options)
+    except AssertionError as error:
+        return [str(error)]
+    return []
+
+
+def check_random_values(num_values: int) -> tuple[dict[str, int], list[str]]:
     """Compares every kernel on random values with the reference on the GPU; gives values each."""
-    counts = {}
+    counts, wrong = {}, []
     cases = list(itertools.product(_DISTRIBUTIONS.items(), (torch.bfloat16, torch.float32)))
     for (name, make), dtype in cases:
         todo = -(-num_values // len(cases))
@@ -94,17 +142,17 @@ def check_random_values(num_values: int) -> dict[str, int]:
             global_scale = (torch.rand((), device="cuda") * 10 - 8).exp()
             x = make(rows, global_scale).to(dtype)
             noise = 1 + 0.01 * torch.randn(rows, COLUMNS, device="cuda")
-            assert_kernels_equal_reference(
+            wrong += _differences(
                 x,
                 global_scale,
                 trainer_x=(x * noise).to(dtype),
                 dtype=torch.bfloat16,
                 reference_device="cuda",
-                what=f"{name} {dtype}",
+                what=f"{name} {dtype} global scale {global_scale.item()!r}",
             )
             counts[f"{name} {dtype}"] += x.numel()
             todo -= x.numel()
-    return counts
+    return counts, wrong
 
 
 def _normal(rows: int, global_scale: torch.Tensor) -> torch.Tensor:
@@ -157,12 +205,13 @@ def _division_kernel(boundaries_ptr, wrong_ptr, NEIGHBOURS: tl.constexpr, N: tl.
     mantissa = tl.program_id(0) * N + tl.arange(0, N)
     divisor = (mantissa | (127 << 23)).to(tl.float32, bitcast=True)
     boundary = tl.load(boundaries_ptr + tl.program_id(1))
-    product = (divisor * boundary).to(tl.int32, bitcast=True)
+    product = (divisor * boundary).to(tl.int32, bitcast=True) >> 16
+    reciprocal, rest = kernels_bf16.reciprocal_of(divisor)
     wrong = tl.zeros((N,), tl.int32)
     for neighbour in tl.static_range(-NEIGHBOURS, NEIGHBOURS + 1):
-        a = (product + neighbour).to(tl.float32, bitcast=True)
-        expected = tl.div_rn(a, divisor)
-        got = kernels.quotient(a, divisor, True)
+        x = ((product + neighbour) << 16).to(tl.float32, bitcast=True)
+        expected = tl.div_rn(x, divisor)
+        got = kernels_bf16.divided(x, reciprocal, rest)
         agree = ((got < boundary) == (expected < boundary)) & (
             (got > boundary) == (expected > boundary)
         )
@@ -170,16 +219,16 @@ def _division_kernel(boundaries_ptr, wrong_ptr, NEIGHBOURS: tl.constexpr, N: tl.
     tl.atomic_add(wrong_ptr, tl.sum(wrong))
 
 
-def check_divisions() -> dict[str, int]:
-    """Compares the side of each boundary that the fast and the exact quotient lie on."""
+def check_divisions() -> tuple[dict[str, int], list[str]]:
+    """Compares the side of each boundary that a BF16 kernel's and the exact quotient lie on."""
     boundaries = (*MIDPOINTS, *E2M1_VALUES[1:], *E4M3_BOUNDARIES)
     boundaries = torch.tensor(boundaries, device="cuda")
     wrong = torch.zeros((), dtype=torch.int32, device="cuda")
     grid = (NUM_MANTISSAS // 1024, boundaries.numel())
-    _division_kernel[grid](boundaries, wrong, NEIGHBOURS=4, N=1024)
-    if wrong.item():
-        raise AssertionError(f"{wrong.item()} quotients lie on the wrong side of a boundary")
-    return {"divisors": NUM_MANTISSAS, "boundaries": boundaries.numel(), "neighbours": 9}
+    _division_kernel[grid](boundaries, wrong, NEIGHBOURS=2, N=1024)
+    counts = {"divisors": NUM_MANTISSAS, "boundaries": boundaries.numel(), "neighbours": 5}
+    found = [f"{wrong.item()} quotients on the wrong side of a boundary"] if wrong.item() else []
+    return counts, found
 
 
 def measure_bandwidth(megabytes: int, sweep: bool) -> dict[str, dict]:
@@ -201,7 +250,7 @@ def _measure_dtype(dtype: torch.dtype, megabytes: int, sweep: bool) -> dict:
     hints = {bits: kernels.rtn_record(inputs[0], scale, num_bits=bits)[1:] for bits in (1, 4)}
 
     def rate(bytes_per_value: float, call: Callable[[], object]) -> float:
-        milliseconds = do_bench(call, warmup=50, rep=300, return_mode="median")
+        milliseconds = do_bench(call, warmup=25, rep=150, return_mode="median")
         return bytes_per_value * num_values / milliseconds / 1e9
 
     def copy() -> None:
@@ -210,9 +259,9 @@ def _measure_dtype(dtype: torch.dtype, megabytes: int, sweep: bool) -> dict:
     results: dict = {"copy": {"TB/s": rate(2 * size, copy)}}
     for name, bytes_per_value, call in _kernel_calls(rotating, scale, hints, size):
         rates = {"chosen": rate(bytes_per_value, call)}
-        if sweep and dtype == torch.bfloat16:
+        if sweep:
             for launch in SWEEP:
-                key = f"{launch.tiles} tiles, {launch.num_warps} warps"
+                key = f"{launch.tiles}t{launch.num_warps}w"
                 rates[key] = rate(bytes_per_value, lambda c=call, la=launch: c(launch=la))
         results[name] = {"TB/s": rates.pop("chosen"), "sweep": rates}
     # Clocks drift: the copy before and after brackets what lies between.
@@ -254,50 +303,61 @@ def _modelopt_call(rotating: Iterator[torch.Tensor], scale: torch.Tensor) -> Cal
     return lambda: fp4_fake_quant_block(next(rotating), amax)
 
 
-def measure_launch() -> dict[str, float]:
-    """Gives microseconds per call on 16 rows of 2048, where launching is all the cost."""
-    x = torch.randn(16, 2048, device="cuda", dtype=torch.bfloat16)
+def measure_small(small_launches: list[Launch]) -> dict[str, dict[str, float]]:
+    """Gives microseconds per call for few tokens, under replay of a CUDA graph."""
     scale = torch.tensor(GLOBAL_SCALE, device="cuda")
-    _, hint, scale_bytes = kernels.rtn_record(x, scale, num_bits=1)
-    calls = {
-        "copy": x.clone,
-        "rtn": lambda: kernels.rtn(x, scale),
-        "rtn_record, 1 bit": lambda: kernels.rtn_record(x, scale, num_bits=1),
-        "guided, 1 bit": lambda: kernels.guided(x, hint, scale_bytes, scale, num_bits=1),
-    }
-    return {name: _microseconds(call) for name, call in calls.items()}
+    results = {}
+    for tokens in SMALL_TOKENS:
+        x = torch.randn(tokens, SMALL_COLUMNS, device="cuda", dtype=torch.bfloat16)
+        out = torch.empty_like(x)
+        hints = {bits: kernels.rtn_record(x, scale, num_bits=bits)[1:] for bits in (1, 4)}
+        calls = {"copy": lambda o=out, x=x: o.copy_(x)}
+        for name, _, call in _kernel_calls(itertools.repeat(x), scale, hints, x.itemsize):
+            calls[name] = call
+            for launch in small_launches:
+                key = f"{name} {launch.tiles}t{launch.num_warps}w"
+                calls[key] = functools.partial(call, launch=launch)
+        results[str(tokens)] = {name: _replayed_us(call) for name, call in calls.items()}
+    return results
 
 
-def _microseconds(call: Callable[[], object], repeats: int = 1000) -> float:
-    for _ in range(10):
-        call()
-    torch.cuda.synchronize()
-    begin = time.perf_counter()
-    for _ in range(repeats):
-        call()
-    torch.cuda.synchronize()
-    return (time.perf_counter() - begin) / repeats * 1e6
+def _replayed_us(call: Callable[[], object], calls: int = 100, replays: int = 21) -> float:
+    call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(calls):
+            call()
+    times = []
+    for _ in range(replays):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) / calls * 1000)
+    return statistics.median(times)
 
 
 def print_report(report: dict) -> None:
     """Prints what was checked, then the table of measurements."""
-    total = sum(report["random_values"].values())
     print(f"{report['device']}, triton {report['triton']}")
-    print(f"equal bytes: {report['hard_inputs']} hard inputs, {total} random values")
-    print(
-        "right divisions: {divisors} divisors x {boundaries} boundaries".format(
-            **report["divisions"]
-        )
-    )
+    if "hard_inputs" in report:
+        total = sum(report["random_values"].values())
+        divisions = "{divisors} divisors x {boundaries} boundaries".format(**report["divisions"])
+        print(f"compared: {report['hard_inputs']} hard inputs, {total} random values, {divisions}")
+        print(f"differences: {len(report['differences'])}")
+        for difference in report["differences"][:40]:
+            print("  " + difference)
     for dtype, results in report["bandwidth"].items():
         for name, row in results.items():
             line = f"{dtype:9} {name:30} {row['TB/s']:6.3f} TB/s {row['of copy']:6.3f} of copy"
             if row.get("sweep"):
-                best = max(row["sweep"], key=row["sweep"].get)
-                line += f"   best {row['sweep'][best]:.3f} TB/s with {best}"
+                ranked = sorted(row["sweep"], key=row["sweep"].get, reverse=True)
+                line += "   " + ", ".join(f"{key} {row['sweep'][key]:.3f}" for key in ranked[:4])
             print(line)
-    for name, microseconds in report["launch_us"].items():
-        print(f"16 x 2048 {name:30} {microseconds:6.1f} us a call")
+    for tokens, calls in report["small_us"].items():
+        cells = ", ".join(f"{name} {microseconds:.2f}" for name, microseconds in calls.items())
+        print(f"{tokens} x {SMALL_COLUMNS}, us: {cells}")
 
 
 if __name__ == "__main__":

@@ -2,12 +2,15 @@
 
 Legend: an octet is 8 neighbouring values, half a block. A tile is [T, 8], T octets, one for each
 thread: 16 bytes of BF16, loaded and stored at once, whose hint bits are packed without leaving the
-thread. A program handles several tiles, and loads all of them first.
+thread. A program handles several tiles.
 
-How the rules of `reference` are met:
+There are two paths. The one in this file takes every dtype and global scale, and Triton's
+interpreter runs it. BF16 under a usual global scale takes that of `kernels_bf16`, for speed.
+
+How the rules of `reference` are met here:
 * Rounding to the ladder is one addition of a bias, as there. The biased sum holds the parity of the
   code in its lowest bit.
-* Divisions that decide a rounding are right for every divisor: `quotient` says how.
+* Divisions are correctly rounded.
 * Casts to and from E4M3 are arithmetic, so that Triton's interpreter agrees: its own cast loses the
   carry of the mantissa, and does not know NaN. Its cast to BF16 truncates, unlike that of a GPU.
 """
@@ -19,9 +22,9 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import libdevice
 from triton.runtime.interpreter import InterpretedFunction
 
+from megatron_trace.formats import kernels_bf16 as bf16
 from megatron_trace.formats.checks import as_fp32, require_guide, require_input, require_num_bits
 from megatron_trace.formats.constants import BLOCK_SIZE
 
@@ -47,9 +50,10 @@ class Launch:
     num_warps: int
 
 
-RTN_LAUNCH = Launch(tiles=4, num_warps=4)
-RECORD_LAUNCH = Launch(tiles=4, num_warps=4)
-GUIDED_LAUNCH = Launch(tiles=4, num_warps=4)
+# Measured on an H200: docs/measurements.md.
+RTN_LAUNCH = Launch(tiles=2, num_warps=4)
+RECORD_LAUNCH = Launch(tiles=4, num_warps=2)
+GUIDED_LAUNCH = Launch(tiles=2, num_warps=4)
 
 
 def rtn(
@@ -75,7 +79,7 @@ def rtn(
     """
     x, scale = _require_input(x, global_scale)
     y = torch.empty_like(x)
-    _launch(_rtn_kernel, x, launch, x, y, scale, ROUNDED=_triton_dtype(dtype or x.dtype))
+    _launch(_rtn_kernel, x, dtype, launch, x, y, scale)
     return y
 
 
@@ -114,6 +118,7 @@ def rtn_record(
     _launch(
         _rtn_record_kernel,
         x,
+        dtype,
         launch,
         x,
         y,
@@ -121,7 +126,6 @@ def rtn_record(
         scale_bytes,
         scale,
         NUM_BITS=num_bits,
-        ROUNDED=_triton_dtype(dtype or x.dtype),
     )
     return y, hint, scale_bytes
 
@@ -167,6 +171,7 @@ def guided(
     _launch(
         _guided_kernel,
         x,
+        dtype,
         launch,
         x,
         words,
@@ -174,7 +179,6 @@ def guided(
         y,
         scale,
         NUM_BITS=num_bits,
-        ROUNDED=_triton_dtype(dtype or x.dtype),
     )
     return y
 
@@ -186,34 +190,39 @@ def _rtn_kernel(
     scale_ptr,
     num_octets,
     ROUNDED: tl.constexpr,
-    FMA: tl.constexpr,
+    PAIRS: tl.constexpr,
     T: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    x = _load_tiles(x_ptr, num_octets, T, TILES)
-    global_scale = tl.load(scale_ptr)
-    if FMA and _is_moderate(global_scale):
-        _rtn_tiles(x, y_ptr, global_scale, num_octets, ROUNDED, True, T, TILES)
+    first, left = _octets_of_program(num_octets, T, TILES)
+    x_ptr += first * 8
+    y_ptr += first * 8
+    if PAIRS:
+        tiles = bf16.load_pairs(x_ptr, left, T, TILES)
+        g = tl.load(scale_ptr)
+        if bf16.is_usual(g):
+            reciprocal, rest = bf16.reciprocal_of(g * 6.0)
+            for tile in tl.static_range(TILES):
+                lows, highs, _, _, effective, signs, _ = bf16.rounded(
+                    tiles[tile], g, reciprocal, rest, T
+                )
+                y = bf16.dequantised(lows, highs, effective, signs)
+                bf16.store_pairs(y_ptr, y, left, tile, T)
+        else:
+            _rtn_tiles(x_ptr, y_ptr, g, left, ROUNDED, T, TILES)
     else:
-        _rtn_tiles(x, y_ptr, global_scale, num_octets, ROUNDED, False, T, TILES)
+        _rtn_tiles(x_ptr, y_ptr, tl.load(scale_ptr), left, ROUNDED, T, TILES)
 
 
 @triton.jit
 def _rtn_tiles(
-    x,
-    y_ptr,
-    global_scale,
-    num_octets,
-    ROUNDED: tl.constexpr,
-    FMA: tl.constexpr,
-    T: tl.constexpr,
-    TILES: tl.constexpr,
+    x_ptr, y_ptr, global_scale, left, ROUNDED: tl.constexpr, T: tl.constexpr, TILES: tl.constexpr
 ):
-    for tile in tl.static_range(TILES):
-        blocks = _in_blocks(x[tile], T)
-        nearest, _, _, effective, zero, _ = _round(blocks, global_scale, FMA)
-        y = _dequantised(blocks, nearest, effective, zero)
-        _store_tile(y_ptr, y.to(ROUNDED), num_octets, tile, T, TILES)
+    for tile in range(TILES):
+        x = tl.reshape(_load_tile(x_ptr, left, tile, T), (T // 2, 2, 8))
+        nearest, _, _, effective, zero, _ = _round(x.to(tl.float32), global_scale)
+        y = _dequantised(nearest, _sign_bits(x), effective, zero)
+        _store_tile(y_ptr, y.to(ROUNDED), left, tile, T)
 
 
 @triton.jit(do_not_specialize=["num_octets"])
@@ -226,41 +235,61 @@ def _rtn_record_kernel(
     num_octets,
     NUM_BITS: tl.constexpr,
     ROUNDED: tl.constexpr,
-    FMA: tl.constexpr,
+    PAIRS: tl.constexpr,
     T: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    x = _load_tiles(x_ptr, num_octets, T, TILES)
-    g = tl.load(scale_ptr)
-    if FMA and _is_moderate(g):
-        _rtn_record_tiles(
-            x, y_ptr, hint_ptr, scale_bytes_ptr, g, num_octets, NUM_BITS, ROUNDED, True, T, TILES
-        )
+    first, left = _octets_of_program(num_octets, T, TILES)
+    x_ptr += first * 8
+    y_ptr += first * 8
+    hint_ptr += first
+    scale_bytes_ptr += first // 2
+    if PAIRS:
+        tiles = bf16.load_pairs(x_ptr, left, T, TILES)
+        g = tl.load(scale_ptr)
+        if bf16.is_usual(g):
+            reciprocal, rest = bf16.reciprocal_of(g * 6.0)
+            for tile in tl.static_range(TILES):
+                lows, highs, lows_biased, highs_biased, effective, signs, byte = bf16.rounded(
+                    tiles[tile], g, reciprocal, rest, T
+                )
+                y = bf16.dequantised(lows, highs, effective, signs)
+                bf16.store_pairs(y_ptr, y, left, tile, T)
+                if NUM_BITS == 1:
+                    word = bf16.mantissa_bits(lows_biased, highs_biased, T)
+                else:
+                    word = bf16.codes(lows, highs, signs)
+                _store_hint(hint_ptr, scale_bytes_ptr, word, byte, left, tile, T)
+        else:
+            _rtn_record_tiles(
+                x_ptr, y_ptr, hint_ptr, scale_bytes_ptr, g, left, NUM_BITS, ROUNDED, T, TILES
+            )
     else:
+        g = tl.load(scale_ptr)
         _rtn_record_tiles(
-            x, y_ptr, hint_ptr, scale_bytes_ptr, g, num_octets, NUM_BITS, ROUNDED, False, T, TILES
+            x_ptr, y_ptr, hint_ptr, scale_bytes_ptr, g, left, NUM_BITS, ROUNDED, T, TILES
         )
 
 
 @triton.jit
 def _rtn_record_tiles(
-    x,
+    x_ptr,
     y_ptr,
     hint_ptr,
     scale_bytes_ptr,
     global_scale,
-    num_octets,
+    left,
     NUM_BITS: tl.constexpr,
     ROUNDED: tl.constexpr,
-    FMA: tl.constexpr,
     T: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    for tile in tl.static_range(TILES):
-        blocks = _in_blocks(x[tile], T)
-        nearest, biased, power, effective, zero, byte = _round(blocks, global_scale, FMA)
-        y = _dequantised(blocks, nearest, effective, zero)
-        _store_tile(y_ptr, y.to(ROUNDED), num_octets, tile, T, TILES)
+    for tile in range(TILES):
+        x = tl.reshape(_load_tile(x_ptr, left, tile, T), (T // 2, 2, 8))
+        nearest, biased, power, effective, zero, byte = _round(x.to(tl.float32), global_scale)
+        sign_bits = _sign_bits(x)
+        y = _dequantised(nearest, sign_bits, effective, zero)
+        _store_tile(y_ptr, y.to(ROUNDED), left, tile, T)
 
         biased = biased.to(tl.int32, bitcast=True)
         column = tl.arange(0, 8)[None, None, :]
@@ -270,16 +299,10 @@ def _rtn_record_tiles(
             power = power.to(tl.int32, bitcast=True)
             # Steps of p / 2 from code 0, 2 or 4, for p = 1, 2 or 4.
             index = biased - power - _LADDER_BIAS_BITS + (power >> 22) - 254
-            sign = (blocks.to(tl.int32, bitcast=True) >> 28) & 8
-            word = tl.sum((index | sign) << (4 * column), axis=2)
-        word = tl.where(tl.reshape(zero, (T // 2, 1)), 0, word)
-        octets = _octets(tile, T, TILES)
-        mask = octets < num_octets
-        word = tl.reshape(word, (T,)).to(hint_ptr.dtype.element_ty)
-        tl.store(hint_ptr + octets, word, mask=mask)
-        # Both octets of a block know its byte; the even one stores it.
-        byte = tl.reshape(tl.broadcast_to(byte, (T // 2, 2, 1)), (T,)).to(tl.uint8)
-        tl.store(scale_bytes_ptr + octets // 2, byte, mask=mask & (octets % 2 == 0))
+            word = tl.sum((index | ((sign_bits >> 28) & 8)) << (4 * column), axis=2)
+        word = tl.reshape(tl.where(tl.reshape(zero, (T // 2, 1)), 0, word), (T,))
+        byte = tl.reshape(tl.broadcast_to(byte, (T // 2, 2, 1)), (T,))
+        _store_hint(hint_ptr, scale_bytes_ptr, word, byte, left, tile, T)
 
 
 @triton.jit(do_not_specialize=["num_octets"])
@@ -292,71 +315,79 @@ def _guided_kernel(
     num_octets,
     NUM_BITS: tl.constexpr,
     ROUNDED: tl.constexpr,
-    FMA: tl.constexpr,
+    PAIRS: tl.constexpr,
     T: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    x = _load_tiles(x_ptr, num_octets, T, TILES)
-    words = ()
-    bytes_ = ()
-    for tile in tl.static_range(TILES):
-        octets = _octets(tile, T, TILES)
-        words += (tl.load(hint_ptr + octets, mask=octets < num_octets, other=0),)
-        byte = tl.load(scale_bytes_ptr + octets // 2, mask=octets < num_octets, other=0)
-        bytes_ += (byte,)
-    g = tl.load(scale_ptr)
-    if FMA and _is_moderate(g):
-        _guided_tiles(x, words, bytes_, y_ptr, g, num_octets, NUM_BITS, ROUNDED, True, T, TILES)
+    first, left = _octets_of_program(num_octets, T, TILES)
+    x_ptr += first * 8
+    y_ptr += first * 8
+    hint_ptr += first
+    scale_bytes_ptr += first // 2
+    if PAIRS:
+        tiles = bf16.load_pairs(x_ptr, left, T, TILES)
+        hints = ()
+        for tile in tl.static_range(TILES):
+            hints += (_load_hint(hint_ptr, scale_bytes_ptr, left, tile, T),)
+        g = tl.load(scale_ptr)
+        if bf16.is_usual(g):
+            for tile in tl.static_range(TILES):
+                word, byte = hints[tile]
+                y = bf16.guided(tiles[tile], word, byte, g, NUM_BITS)
+                bf16.store_pairs(y_ptr, y, left, tile, T)
+        else:
+            _guided_tiles(
+                x_ptr, hint_ptr, scale_bytes_ptr, y_ptr, g, left, NUM_BITS, ROUNDED, T, TILES
+            )
     else:
-        _guided_tiles(x, words, bytes_, y_ptr, g, num_octets, NUM_BITS, ROUNDED, False, T, TILES)
+        g = tl.load(scale_ptr)
+        _guided_tiles(x_ptr, hint_ptr, scale_bytes_ptr, y_ptr, g, left, NUM_BITS, ROUNDED, T, TILES)
 
 
 @triton.jit
 def _guided_tiles(
-    x,
-    words,
-    bytes_,
+    x_ptr,
+    hint_ptr,
+    scale_bytes_ptr,
     y_ptr,
     global_scale,
-    num_octets,
+    left,
     NUM_BITS: tl.constexpr,
     ROUNDED: tl.constexpr,
-    FMA: tl.constexpr,
     T: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    for tile in tl.static_range(TILES):
-        octets = x[tile].to(tl.float32)
-        word = words[tile].to(tl.int32)[:, None]
-        byte = bytes_[tile].to(tl.int32)[:, None]
-        effective = _block_scale_value(byte) * global_scale
-        zero = (byte == 0) | (effective == 0)
+    for tile in range(TILES):
+        x = _load_tile(x_ptr, left, tile, T)
+        word, byte = _load_hint(hint_ptr, scale_bytes_ptr, left, tile, T)
+        word = word[:, None]
+        effective = (_block_scale_value(byte) * global_scale)[:, None]
+        zero = (byte[:, None] == 0) | (effective == 0)
         effective = tl.where(zero, 0.0, effective)
-        x_bits = octets.to(tl.int32, bitcast=True)
         # A NaN is passed on, but not by a block of zeros.
-        magnitude = (x_bits & tl.where(zero, 0, 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+        magnitude = tl.where(zero, 0.0, tl.abs(x.to(tl.float32)))
         # From 4 on the candidates are 4 and 6, so that 5 may stand for all values beyond.
-        a = tl.minimum(magnitude, effective * 5.0, propagate_nan=tl.PropagateNan.ALL)
-        a = quotient(a, effective, FMA)
-        lower, upper, power = _candidates(a, FMA)
+        a = _quotient(magnitude, effective)
+        a = tl.minimum(a, 5.0, propagate_nan=tl.PropagateNan.ALL)
+        lower, upper, power = _candidates(a)
         column = tl.arange(0, 8)[None, :]
-        lower_bits = lower.to(tl.int32, bitcast=True)
+        sign_bits = _sign_bits(x)
         if NUM_BITS == 1:
             # The lowest bit of a biased candidate is its mantissa bit.
+            lower_bits = lower.to(tl.int32, bitcast=True)
             takes_upper = (((lower_bits << column) ^ word) & (1 << column)) != 0
         else:
             # Beyond a, on its side of 0, lies the upper candidate or what is nearest to it.
             wanted = _ladder_value((word >> (4 * column)) & 7).to(tl.int32, bitcast=True)
-            sign = (word << (28 - 4 * column)) ^ x_bits
-            wanted = wanted | (sign & _SIGN_MASK)
+            wanted |= ((word << (28 - 4 * column)) ^ sign_bits) & _SIGN_MASK
             takes_upper = wanted.to(tl.float32, bitcast=True) > a
         chosen = tl.fma(power, -_LADDER_BIAS, tl.where(takes_upper, upper, lower))
-        y = _dequantised(octets, chosen, effective, zero)
-        _store_tile(y_ptr, y.to(ROUNDED), num_octets, tile, T, TILES)
+        y = _dequantised(chosen, sign_bits, effective, zero)
+        _store_tile(y_ptr, y.to(ROUNDED), left, tile, T)
 
 
 @triton.jit
-def _round(x, global_scale, FMA: tl.constexpr):
+def _round(x, global_scale):
     """Gives x [T / 2, 2, 8] rounded to nearest under its own block scales.
 
     Returns:
@@ -369,24 +400,20 @@ def _round(x, global_scale, FMA: tl.constexpr):
     magnitude = tl.abs(x)
     amax = tl.reduce(magnitude, 2, _max, keep_dims=True)
     amax = tl.reduce(amax, 1, _max, keep_dims=True)
-    block_scale, byte = _block_scale(amax, global_scale, FMA)
+    block_scale, byte = _block_scale(amax, global_scale)
     effective = block_scale * global_scale
     zero = (amax == 0) | (effective == 0)
     effective = tl.where(zero, 0.0, effective)
-    a = quotient(magnitude, effective, FMA)
+    a = _quotient(magnitude, effective)
     # Not tl.minimum: a NaN is to become 6, in the interpreter too.
     nearest, biased, power = _round_to_ladder(tl.where(a < 6.0, a, 6.0))
     return nearest, biased, power, effective, zero, tl.where(zero, 0, byte)
 
 
 @triton.jit
-def _block_scale(amax, global_scale, FMA: tl.constexpr):
+def _block_scale(amax, global_scale):
     """Gives the E4M3 block scale as FP32, and as int32 byte."""
-    divisor = global_scale * 6.0
-    if FMA:
-        # An infinite quotient would become NaN.
-        amax = tl.minimum(amax, divisor * 512.0, propagate_nan=tl.PropagateNan.ALL)
-    scale = quotient(amax, divisor, FMA)
+    scale = _quotient(amax, global_scale * 6.0)
     scale = tl.minimum(scale, 448.0, propagate_nan=tl.PropagateNan.ALL)
     scale = tl.maximum(scale, 0.001953125, propagate_nan=tl.PropagateNan.ALL)
     exponent = scale.to(tl.int32, bitcast=True) & _EXPONENT_MASK
@@ -421,17 +448,13 @@ def _round_to_ladder(a):
 
 
 @triton.jit
-def _candidates(a, FMA: tl.constexpr):
+def _candidates(a):
     """Gives the biased sums of the values of E2M1 below and above a, both a's where it is one."""
     power = _power(a)
-    if FMA:
-        lower = libdevice.fma_rz(power, _LADDER_BIAS, a)
-        upper = libdevice.fma_ru(power, _LADDER_BIAS, a)
-    else:
-        nearest = tl.fma(power, _LADDER_BIAS, a)
-        rest = a - tl.fma(power, -_LADDER_BIAS, nearest)
-        lower = tl.where(rest < 0, nearest - 0.5 * power, nearest)
-        upper = tl.where(rest > 0, nearest + 0.5 * power, nearest)
+    nearest = tl.fma(power, _LADDER_BIAS, a)
+    rest = a - tl.fma(power, -_LADDER_BIAS, nearest)
+    lower = tl.where(rest < 0, nearest - 0.5 * power, nearest)
+    upper = tl.where(rest > 0, nearest + 0.5 * power, nearest)
     return lower, upper, power
 
 
@@ -443,76 +466,64 @@ def _power(a):
 
 
 @triton.jit
-def quotient(a, divisor, FMA: tl.constexpr):
-    """Gives a / divisor, correctly rounded where that decides a code or a scale byte.
-
-    Args:
-        a: FP32.
-        divisor: FP32, broadcastable; 0 counts as 1, and what comes out is multiplied by 0.
-        FMA: Multiply by the correctly rounded reciprocal, and correct once: three operations a
-            value. The result lies on the same side of every boundary of E2M1 and E4M3 as the
-            quotient, for each of the 2^23 mantissas of a divisor (tools/bench_formats.py tries
-            them all), unless divisor * boundary is so small that the rest underflows.
-    """
-    if FMA:
-        reciprocal = _reciprocal(divisor)
-        quotient = a * reciprocal
-        return tl.fma(tl.fma(quotient, -divisor, a), reciprocal, quotient)
+def _quotient(a, divisor):
+    """Gives a / divisor; 0 counts as 1, since what comes out is multiplied by 0."""
     return tl.div_rn(a, tl.where(divisor == 0, 1.0, divisor))
 
 
 @triton.jit
-def _reciprocal(divisor):
-    """Gives 1 / divisor, correctly rounded for normal divisors and results; finite for 0."""
-    divisor = tl.where(divisor == 0, 1.0, divisor)
-    r = tl.inline_asm_elementwise(
-        "rcp.approx.ftz.f32 $0, $1;", "=r,r", [divisor], dtype=tl.float32, is_pure=True, pack=1
-    )
-    r = tl.fma(tl.fma(r, -divisor, 1.0), r, r)
-    return tl.fma(tl.fma(r, -divisor, 1.0), r, r)
+def _sign_bits(x):
+    """Gives int32 whose bit 31 is the sign of x, of a NaN too."""
+    if x.dtype == tl.float32:
+        bits = x.to(tl.int32, bitcast=True)
+    else:
+        # A GPU drops the sign of a NaN when it makes FP32 of FP16.
+        bits = x.to(tl.int16, bitcast=True).to(tl.int32) << 16
+    return bits
 
 
 @triton.jit
-def _is_moderate(global_scale):
-    """Says whether no product or rest of `quotient` can underflow or overflow."""
-    return (global_scale > 1e-27) & (global_scale < 1e27)
-
-
-@triton.jit
-def _dequantised(x, magnitude, effective, zero):
-    """Gives sign(x) * magnitude * effective; +0 in blocks of zeros."""
-    sign = x.to(tl.int32, bitcast=True) & tl.where(zero, 0, _SIGN_MASK)
+def _dequantised(magnitude, sign_bits, effective, zero):
+    """Gives sign * magnitude * effective; +0 in blocks of zeros."""
+    sign = sign_bits & tl.where(zero, 0, _SIGN_MASK)
     return (magnitude.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True) * effective
 
 
 @triton.jit
-def _octets(tile, T: tl.constexpr, TILES: tl.constexpr):
-    """Gives int64 [T], the octets of a tile of this program."""
-    return tl.program_id(0).to(tl.int64) * (T * TILES) + tl.arange(0, T) + tile * T
+def _octets_of_program(num_octets, T: tl.constexpr, TILES: tl.constexpr):
+    """Gives the first octet of this program, int64, and how many there are from it on, int32."""
+    first = tl.program_id(0).to(tl.int64) * (T * TILES)
+    return first, tl.minimum(num_octets - first, T * TILES).to(tl.int32)
 
 
 @triton.jit
-def _load_tiles(x_ptr, num_octets, T: tl.constexpr, TILES: tl.constexpr):
-    """Gives a tuple of [T, 8]; all loads are under way before the first is used."""
-    tiles = ()
-    for tile in tl.static_range(TILES):
-        octets = _octets(tile, T, TILES)[:, None]
-        values = octets * 8 + tl.arange(0, 8)[None, :]
-        tiles += (tl.load(x_ptr + values, mask=octets < num_octets, other=0.0),)
-    return tiles
+def _load_tile(x_ptr, left, tile, T: tl.constexpr):
+    octets = tl.arange(0, T)[:, None] + tile * T
+    return tl.load(x_ptr + octets * 8 + tl.arange(0, 8)[None, :], mask=octets < left, other=0.0)
 
 
 @triton.jit
-def _in_blocks(octets, T: tl.constexpr):
-    return tl.reshape(octets, (T // 2, 2, 8)).to(tl.float32)
+def _load_hint(hint_ptr, scale_bytes_ptr, left, tile, T: tl.constexpr):
+    octets = tl.arange(0, T) + tile * T
+    word = tl.load(hint_ptr + octets, mask=octets < left, other=0).to(tl.int32)
+    byte = tl.load(scale_bytes_ptr + octets // 2, mask=octets < left, other=0).to(tl.int32)
+    return word, byte
 
 
 @triton.jit
-def _store_tile(y_ptr, y, num_octets, tile, T: tl.constexpr, TILES: tl.constexpr):
-    octets = _octets(tile, T, TILES)[:, None]
-    values = octets * 8 + tl.arange(0, 8)[None, :]
+def _store_tile(y_ptr, y, left, tile, T: tl.constexpr):
+    octets = tl.arange(0, T)[:, None] + tile * T
     y = tl.reshape(y, (T, 8)).to(y_ptr.dtype.element_ty)
-    tl.store(y_ptr + values, y, mask=octets < num_octets)
+    tl.store(y_ptr + octets * 8 + tl.arange(0, 8)[None, :], y, mask=octets < left)
+
+
+@triton.jit
+def _store_hint(hint_ptr, scale_bytes_ptr, word, byte, left, tile, T: tl.constexpr):
+    octets = tl.arange(0, T) + tile * T
+    mask = octets < left
+    tl.store(hint_ptr + octets, word.to(hint_ptr.dtype.element_ty), mask=mask)
+    # Both octets of a block know its byte; the even one stores it.
+    tl.store(scale_bytes_ptr + octets // 2, byte.to(tl.uint8), mask=mask & (octets % 2 == 0))
 
 
 @triton.jit
@@ -528,19 +539,28 @@ _TRITON_DTYPES = {
 }
 
 
-def _launch(kernel, x: torch.Tensor, launch: Launch, *arguments, **constants) -> None:
+def _launch(
+    kernel,
+    x: torch.Tensor,
+    dtype: torch.dtype | None,
+    launch: Launch,
+    *arguments: torch.Tensor,
+    **constants: int,
+) -> None:
     num_octets = x.numel() // 8
     if num_octets == 0:
         return
     octets_per_tile = 32 * launch.num_warps
     grid = (triton.cdiv(num_octets, octets_per_tile * launch.tiles),)
+    rounded = _triton_dtype(dtype or x.dtype)
     with torch.cuda.device_of(x):
         kernel[grid](
             *arguments,
             num_octets,
             **constants,
-            # The interpreter rounds an fma twice, and knows neither directed rounding nor PTX.
-            FMA=not _INTERPRETED,
+            ROUNDED=rounded,
+            # The interpreter knows neither PTX nor an fma that rounds once.
+            PAIRS=x.dtype == torch.bfloat16 and rounded == tl.bfloat16 and not _INTERPRETED,
             T=octets_per_tile,
             TILES=launch.tiles,
             num_warps=launch.num_warps,
@@ -556,7 +576,9 @@ def _require_input(
             f"implementation triton needs x on a GPU; got {x.device}; use torch or auto there"
         )
     _triton_dtype(x.dtype)
-    return x.contiguous(), as_fp32(global_scale, x)
+    x = x.contiguous()
+    # Pairs of values are loaded.
+    return x if x.data_ptr() % 4 == 0 else x.clone(), as_fp32(global_scale, x)
 
 
 def _require_num_bits(num_bits: int) -> None:

@@ -1,0 +1,332 @@
+"""What the Triton kernels do with BF16 under a usual global scale: two values in each register.
+
+Legend: a pair is two neighbouring BF16 values as one int32, the first in the low half. A tile is
+[T, 4] pairs, T octets (half a block), one for each thread. `lows` and `highs` are FP32 or int32
+[T, 4] of the first and second values of pairs.
+
+Equal bits, with fewer operations than the general path of `kernels`:
+* BF16 has 8 significant bits. So a quotient by an FP32 number lies on the same side of each
+  boundary of E2M1 and E4M3 as its reciprocal, kept as the sum of two FP32 numbers, times x:
+  `divided` says how, and tools/bench_formats.py tries all 2^23 mantissas of a divisor.
+* Maxima, clamps and signs act on pairs.
+* `is_usual` admits global scales with which nothing underflows or overflows.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# An FP32 power of two p, plus 1.5 * 2^22 * p, rounds to multiples of p / 2.
+_BIAS: tl.constexpr = tl.constexpr(1.5 * 2.0**22)
+_EXPONENT_MASK: tl.constexpr = tl.constexpr(0x7F800000)
+_MAGNITUDES: tl.constexpr = tl.constexpr(0x7FFF7FFF)
+_SIGNS: tl.constexpr = tl.constexpr(0x80008000 - (1 << 32))
+_HIGH: tl.constexpr = tl.constexpr(-(1 << 16))
+# The byte of 1.0 in E4M3.
+_ONE: tl.constexpr = tl.constexpr(0x38)
+
+
+@triton.jit
+def is_usual(global_scale):
+    """Says whether 2^-90 < global_scale <= 2^7: no NaN, and amax up to 344064.
+
+    Effective scales are then normal and at most 57344, by which no BF16 number but 0 divides to 0.
+    """
+    return (global_scale > 8.077935669463161e-28) & (global_scale <= 128.0)
+
+
+@triton.jit
+def load_pairs(x_ptr, left, T: tl.constexpr, TILES: tl.constexpr):
+    """Gives a tuple of [T, 4]; all loads are under way before the first is used.
+
+    Args:
+        x_ptr: BF16 values of this program.
+        left: Octets of this program.
+        T: Octets of a tile.
+        TILES: Tiles.
+    """
+    tiles = ()
+    for tile in tl.static_range(TILES):
+        octets = tl.arange(0, T)[:, None] + tile * T
+        pairs = octets * 4 + tl.arange(0, 4)[None, :]
+        tiles += (tl.load(_as_pairs(x_ptr) + pairs, mask=octets < left),)
+    return tiles
+
+
+@triton.jit
+def rounded(pairs, global_scale, reciprocal, rest, T: tl.constexpr):
+    """Gives pairs [T, 4] rounded to nearest under their own block scales.
+
+    Args:
+        pairs: int32 [T, 4].
+        global_scale: FP32.
+        reciprocal: FP32, first of `reciprocal_of` 6 * global_scale.
+        rest: FP32, second of it.
+        T: Octets.
+
+    Returns:
+        lows, highs: FP32 [T, 4], magnitudes on the ladder.
+        lows_biased, highs_biased: FP32 [T, 4], whose lowest bits are the mantissa bits.
+        effective: FP32 [T, 1].
+        signs: int32 [T, 4], +0 in blocks of zeros.
+        byte: int32 [T], E4M3.
+    """
+    magnitudes = pairs & _MAGNITUDES
+    amax = tl.reduce(magnitudes, 1, _max_pairs)
+    amax = tl.reduce(tl.reshape(amax, (T // 2, 2)), 1, _max_pairs, keep_dims=True)
+    amax = tl.reshape(tl.broadcast_to(amax, (T // 2, 2)), (T,))
+    amax = _low(_max_pairs(amax, amax >> 16))
+    zero = amax == 0
+    # An infinite quotient would become NaN.
+    amax = tl.minimum(amax, global_scale * 3072.0, propagate_nan=tl.PropagateNan.ALL)
+    scale = divided(amax, reciprocal, rest)
+    scale = tl.maximum(scale, 0.001953125, propagate_nan=tl.PropagateNan.ALL)
+    byte, scale = _e4m3(scale)
+    byte = tl.where(zero, 0, byte)
+    effective = scale * global_scale
+    limit = effective * 6.0
+    r, s = reciprocal_of(effective)
+    signs = pairs & tl.where(zero, 0, _SIGNS)[:, None]
+
+    magnitudes = _min_pairs(magnitudes, _pair(limit, limit)[:, None])
+    lows, lows_biased = _nearest(_low(magnitudes), r[:, None], s[:, None])
+    highs, highs_biased = _nearest(_high(magnitudes), r[:, None], s[:, None])
+    return lows, highs, lows_biased, highs_biased, effective[:, None], signs, byte
+
+
+@triton.jit
+def _nearest(magnitude, reciprocal, rest):
+    """Gives a magnitude rounded to the ladder, and the biased sum that rounded it."""
+    a = divided(magnitude, reciprocal, rest)
+    power = _power(a)
+    biased = tl.fma(power, _BIAS, a)
+    return tl.fma(power, -_BIAS, biased), biased
+
+
+@triton.jit
+def guided(pairs, word, byte, global_scale, NUM_BITS: tl.constexpr):
+    """Gives pairs [T, 4] guided by the hint and the block scale of their octets.
+
+    Args:
+        pairs: int32 [T, 4].
+        word: int32 [T]; 8 mantissa bits, or 8 codes.
+        byte: int32 [T], E4M3.
+        global_scale: FP32.
+        NUM_BITS: 1 or 4.
+
+    Returns:
+        int32 [T, 4], BF16 pairs.
+    """
+    zero = byte == 0
+    effective = _e4m3_value(tl.where(zero, _ONE, byte)) * global_scale
+    # From 4 on the candidates are 4 and 6, so that about 5 may stand for all values beyond.
+    limit = effective * 5.0
+    r, s = reciprocal_of(effective)
+    # A NaN is passed on, but not by a block of zeros.
+    pairs &= tl.where(zero, 0, -1)[:, None]
+    magnitudes = _min_pairs(pairs & _MAGNITUDES, _pair(limit, limit)[:, None])
+    even = 2 * tl.arange(0, 4)[None, :]
+    word = word[:, None]
+    lows = _low(magnitudes)
+    highs = _high(magnitudes)
+    lows = _guided_half(lows, pairs << 16, r[:, None], s[:, None], word, even, NUM_BITS)
+    highs = _guided_half(highs, pairs, r[:, None], s[:, None], word, even + 1, NUM_BITS)
+    return dequantised(lows, highs, effective[:, None], pairs & _SIGNS)
+
+
+@triton.jit
+def _guided_half(magnitude, sign, reciprocal, rest, word, column, NUM_BITS: tl.constexpr):
+    """Gives the candidate beside a magnitude that the hint says."""
+    a = divided(magnitude, reciprocal, rest)
+    power = _power(a)
+    lower = _fma_down(power, _BIAS, a)
+    upper = _fma_up(power, _BIAS, a)
+    if NUM_BITS == 1:
+        takes_upper = (((lower.to(tl.int32, bitcast=True) << column) ^ word) & (1 << column)) != 0
+    else:
+        # Beyond a, on its side of 0, lies the upper candidate or what is nearest to it.
+        wanted = ((word >> (4 * column)) & 7) << 22
+        wanted |= ((word << (28 - 4 * column)) ^ sign) & -(1 << 31)
+        # E2M1 is FP32's own layout, 2^126 times smaller.
+        takes_upper = wanted.to(tl.float32, bitcast=True) * 8.507059173023462e37 > a
+    return tl.fma(power, -_BIAS, tl.where(takes_upper, upper, lower))
+
+
+@triton.jit
+def dequantised(lows, highs, effective, signs):
+    """Gives the BF16 pairs of magnitudes on the ladder."""
+    return _pair(highs * effective, lows * effective) | signs
+
+
+@triton.jit
+def store_pairs(y_ptr, pairs, left, tile, T: tl.constexpr):
+    """Stores the pairs [T, 4] of a tile."""
+    octets = tl.arange(0, T)[:, None] + tile * T
+    columns = octets * 4 + tl.arange(0, 4)[None, :]
+    tl.store(_as_pairs(y_ptr) + columns, pairs, mask=octets < left)
+
+
+@triton.jit
+def mantissa_bits(lows_biased, highs_biased, T: tl.constexpr):
+    """Gives int32 [T]: the lowest bits of 8 columns, the first in bit 0."""
+    low_0, low_1, low_2, low_3 = _columns(lows_biased.to(tl.uint32, bitcast=True), T)
+    high_0, high_1, high_2, high_3 = _columns(highs_biased.to(tl.uint32, bitcast=True), T)
+    # Each step shifts one bit in from above.
+    bits = low_0 << 31
+    bits = (bits >> 1) | (high_0 << 31)
+    bits = (bits >> 1) | (low_1 << 31)
+    bits = (bits >> 1) | (high_1 << 31)
+    bits = (bits >> 1) | (low_2 << 31)
+    bits = (bits >> 1) | (high_2 << 31)
+    bits = (bits >> 1) | (low_3 << 31)
+    bits = (bits >> 1) | (high_3 << 31)
+    return (bits >> 24).to(tl.int32)
+
+
+@triton.jit
+def codes(lows, highs, signs):
+    """Gives int32 [T]: the codes of 8 columns, the first in bits 0 to 3."""
+    # The codes of a block with a NaN are 7.
+    lows = tl.minimum(lows, 6.0)
+    highs = tl.minimum(highs, 6.0)
+    # E2M1 is FP32's own layout, 2^126 times smaller.
+    low = (lows * 1.1754943508222875e-38).to(tl.int32, bitcast=True) >> 22
+    high = (highs * 1.1754943508222875e-38).to(tl.int32, bitcast=True) >> 18
+    byte = low | high | ((signs >> 12) & 0x8) | ((signs >> 24) & 0x80)
+    return tl.sum(byte << (8 * tl.arange(0, 4)[None, :]), axis=1)
+
+
+@triton.jit
+def divided(x, reciprocal, rest):
+    """Gives x / d for a BF16 number x, on the right side of each boundary of E2M1 and E4M3.
+
+    Args:
+        x: FP32 with 8 significant bits.
+        reciprocal: FP32, first of `reciprocal_of` d.
+        rest: FP32, second of it.
+    """
+    return tl.fma(x, reciprocal, x * rest)
+
+
+@triton.jit
+def reciprocal_of(divisor):
+    """Gives 1 / divisor as a sum of two FP32 numbers, to 2^-46 of it."""
+    r = tl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [divisor], dtype=tl.float32, is_pure=True, pack=1
+    )
+    # Rounded up, and with the square of the error: 2 divided by 2 - 2^-23 demands both.
+    r = _fma_up(tl.fma(r, -divisor, 1.0), r, r)
+    error = tl.fma(r, -divisor, 1.0)
+    return r, tl.fma(error, error, error) * r
+
+
+@triton.jit
+def _power(a):
+    """Gives the power of two p <= a < 2p, at least 1."""
+    exponent = a.to(tl.int32, bitcast=True) & _EXPONENT_MASK
+    return tl.maximum(exponent.to(tl.float32, bitcast=True), 1.0)
+
+
+@triton.jit
+def _columns(values, T: tl.constexpr):
+    """Gives the four columns of [T, 4]."""
+    even, odd = tl.split(tl.reshape(values, (T, 2, 2)))
+    first, third = tl.split(even)
+    second, fourth = tl.split(odd)
+    return first, second, third, fourth
+
+
+@triton.jit
+def _low(pairs):
+    return (pairs << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _high(pairs):
+    return (pairs & _HIGH).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _as_pairs(pointer):
+    return pointer.to(tl.pointer_type(tl.int32), bitcast=True)
+
+
+# Triton has these for BF16, but takes pairs apart. The directed roundings of its libdevice take
+# denormal numbers for 0.
+
+
+@triton.jit
+def _max_pairs(a, b):
+    return tl.inline_asm_elementwise(
+        "max.NaN.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def _min_pairs(a, b):
+    return tl.inline_asm_elementwise(
+        "min.NaN.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def _pair(high, low):
+    return tl.inline_asm_elementwise(
+        "cvt.rn.bf16x2.f32 $0, $1, $2;", "=r,f,f", [high, low], dtype=tl.int32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def _fma_down(a, b, c):
+    return tl.inline_asm_elementwise(
+        "fma.rz.f32 $0, $1, $2, $3;", "=f,f,f,f", [a, b, c], dtype=tl.float32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def _fma_up(a, b, c):
+    return tl.inline_asm_elementwise(
+        "fma.rp.f32 $0, $1, $2, $3;", "=f,f,f,f", [a, b, c], dtype=tl.float32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def _e4m3(scale):
+    """Gives the byte of a scale rounded to E4M3, at most 448, and its value."""
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b16 byte, low, high;
+        .reg .b32 halves;
+        cvt.rn.satfinite.e4m3x2.f32 byte, 0f00000000, $2;
+        cvt.rn.f16x2.e4m3x2 halves, byte;
+        mov.b32 {low, high}, halves;
+        cvt.f32.f16 $1, low;
+        cvt.u32.u16 $0, byte;
+        }""",
+        "=r,=f,f",
+        [scale],
+        dtype=(tl.int32, tl.float32),
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def _e4m3_value(byte):
+    """Gives the value of an E4M3 byte."""
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b16 byte, low, high;
+        .reg .b32 halves;
+        cvt.u16.u32 byte, $1;
+        cvt.rn.f16x2.e4m3x2 halves, byte;
+        mov.b32 {low, high}, halves;
+        cvt.f32.f16 $0, low;
+        }""",
+        "=f,r",
+        [byte],
+        dtype=tl.float32,
+        is_pure=True,
+        pack=1,
+    )
