@@ -88,7 +88,7 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=25, help="RL steps of a run (default 25)")
     parser.add_argument("--prompts", type=int, default=32, help="prompts of a step (default 32)")
     parser.add_argument("--samples", type=int, default=8, help="samples of a prompt (default 8)")
-    parser.add_argument("--learning-rate", type=float, default=3e-5, help="default 3e-5")
+    parser.add_argument("--learning-rate", type=float, default=1e-5, help="default 1e-5")
     parser.add_argument("--trainer-dtype", choices=["bf16", "fp32"], default="bf16")
     parser.add_argument("--trainer-attention", choices=["megatron", "sdpa"], default="megatron")
     parser.add_argument("--warm-start-steps", type=int, default=300, help="default 300")
@@ -180,6 +180,7 @@ def identity_of(settings: RunSettings, options: argparse.Namespace, tasks: Path)
     return dataclasses.asdict(settings) | {
         "pattern": PATTERN,
         "warm_start_steps": options.warm_start_steps,
+        "held_out": options.held_out,
         "tasks_sha256": hashlib.sha256(tasks.read_bytes()).hexdigest(),
     }
 
