@@ -11,6 +11,7 @@ import pytest
 import torch
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 
+from megatron_trace.config import HINT_SITES
 from megatron_trace.hints.store import HintStore
 from megatron_trace.hints.types import Site
 from megatron_trace.models.routing import replay_instances
@@ -46,12 +47,23 @@ def _gradients(model, sites, micro_batches):
 
 
 @pytest.mark.parametrize("recomputation", ["full", "moe"])
-@pytest.mark.parametrize("method", ["bf16", "qat", "trace"])
-def test_27_recomputation_replays_the_same_routes_and_codes(method, recomputation):
-    rolled = recorded_rollout()
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        ("bf16", {}),
+        ("qat", {}),
+        ("trace", {}),
+        ("trace", {"hint_sites": HINT_SITES, "save_packed_activations": True}),
+    ],
+    ids=["bf16", "qat", "trace", "trace with fc2, packed"],
+)
+def test_27_recomputation_replays_the_same_routes_and_codes(method, options, recomputation):
+    rolled = recorded_rollout(sites=HINT_SITES)
     runs = []
     for kind in ("none", recomputation):
-        model, sites = tiny_trainer(method, settings=rolled.settings, config=RECOMPUTATION[kind])
+        model, sites = tiny_trainer(
+            method, settings=rolled.settings, config=RECOMPUTATION[kind], **options
+        )
         micro_batches = [
             make_micro_batch(part, rolled.store, sites)
             for part in (rolled.samples[:2], rolled.samples[2:])

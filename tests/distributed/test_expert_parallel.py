@@ -20,10 +20,12 @@ from megatron.core.distributed import (
 )
 
 from megatron_trace.config import DEFAULT_HINT_SITES, HINT_SITES
+from megatron_trace.hints.store import HintStore
 from megatron_trace.hints.types import Site
 from megatron_trace.testing.assertions import assert_same_bytes
 from megatron_trace.testing.ranks import run_ranks
 from megatron_trace.testing.recorded_samples import seen_values
+from megatron_trace.testing.rollouts import record_of
 from megatron_trace.testing.single_process import single_process
 from megatron_trace.testing.tiny_trainer import recorded_rollout, tiny_trainer
 from megatron_trace.training.micro_batch import make_micro_batch
@@ -44,12 +46,14 @@ class Scenario:
         num_experts: Experts that get tokens.
         trace: Fields of `TraceConfig`.
         config: Fields of `TransformerConfig`.
+        without_fc2: Rank whose samples have no hints of fc2.
     """
 
     lengths: tuple[tuple[tuple[int, int], ...], ...]
     num_experts: int = NUM_EXPERTS
     trace: Mapping[str, Any] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)
+    without_fc2: int | None = None
 
 
 UNEQUAL = (((5, 3), (3, 0), (7, 4)), ((2, 6), (4, 4)))
@@ -65,6 +69,10 @@ SCENARIOS = {
     # This dispatcher wants as many tokens on every rank.
     "fc2 hints, all-gather": Scenario(
         EQUAL, trace=PACKED, config={"moe_token_dispatcher_type": "allgather"}
+    ),
+    # The other rank's rows must arrive all the same.
+    "fc2 hints of one rank": Scenario(
+        UNEQUAL, trace=FC2_HINTS | {"missing_hints": "rtn"}, without_fc2=0
     ),
 }
 
@@ -150,14 +158,29 @@ def _given(scenario: Scenario) -> dict[str, Any]:
     )
     model, _ = tiny_trainer("bf16")
     first = len(scenario.lengths[0])
+    samples_of_rank = [rolled.samples[:first], rolled.samples[first:]]
+    store = rolled.store
+    if scenario.without_fc2 is not None:
+        store = _without_fc2(store, samples_of_rank, scenario.without_fc2)
     return {
         "weights": {name: p.detach().clone() for name, p in model.named_parameters()},
         "settings": rolled.settings,
-        "store": rolled.store,
-        "samples_of_rank": [rolled.samples[:first], rolled.samples[first:]],
+        "store": store,
+        "samples_of_rank": samples_of_rank,
         "trace": scenario.trace,
         "config": scenario.config,
     }
+
+
+def _without_fc2(store: HintStore, samples_of_rank: Any, without: int) -> HintStore:
+    """Gives the hints but those of fc2 of one rank's samples."""
+    left = HintStore()
+    for rank, samples in enumerate(samples_of_rank):
+        for sample in samples:
+            for layer, site in store.places(sample.sample_id):
+                if rank != without or site is not Site.FC2:
+                    left.put(record_of(store, sample, layer, site))
+    return left
 
 
 pytestmark = [pytest.mark.distributed, pytest.mark.parametrize("name", list(SCENARIOS))]
@@ -218,11 +241,14 @@ def test_every_slot_of_both_ranks_is_guided(runs, name):
     kinds = ("guided", "rejected", "missing", "padding", "not_recorded")
     counts = {kind: sum(result["sites"][Site.FC2][kind] for result in of_rank) for kind in kinds}
     assert counts == {kind: alone["sites"][Site.FC2][kind] for kind in kinds}
-    rows = sum(prompt + response - 1 for part in scenario.lengths for prompt, response in part)
+    rows = [sum(prompt + response - 1 for prompt, response in part) for part in scenario.lengths]
     if "hint_sites" in scenario.trace:
-        assert counts["guided"] + counts["rejected"] == 2 * 4 * rows
-        assert counts["guided"] > 0.9 * 2 * 4 * rows
-        assert counts["missing"] == counts["not_recorded"] == 0
+        missing = 0 if scenario.without_fc2 is None else rows[scenario.without_fc2]
+        present = 2 * 4 * (sum(rows) - missing)
+        assert counts["guided"] + counts["rejected"] == present
+        assert counts["guided"] > 0.9 * present
+        assert (counts["missing"], counts["not_recorded"]) == (2 * 4 * missing, 0)
+        assert all(result["sites"][Site.FC2]["guided"] > 0 for result in of_rank)
     else:
         assert counts["guided"] == 0
 
