@@ -7,6 +7,7 @@ from megatron_trace.hints.types import Site
 from megatron_trace.rl.optimizer import OptimizerSettings
 from megatron_trace.rl.run import evaluate
 from megatron_trace.rl.step import rl_step, roll_out, training_batches
+from megatron_trace.rollout import RolloutEngine
 from megatron_trace.training.sites import TraceSites
 
 METHODS = ["bf16", "qat", "trace"]
@@ -76,6 +77,20 @@ def test_same_seed_gives_the_same_run(started):
 
 def test_other_seed_gives_other_samples(started):
     assert rl_step(started("bf16"))["gap"] != rl_step(started("bf16", seed=1))["gap"]
+
+
+def test_no_two_rollouts_of_two_runs_share_a_sampling_seed(started, monkeypatch):
+    generate, seeds = RolloutEngine.generate, []
+
+    def noting_seed(self, *args, seed, **kwargs):
+        seeds.append(seed)
+        return generate(self, *args, seed=seed, **kwargs)
+
+    monkeypatch.setattr(RolloutEngine, "generate", noting_seed)
+    for run in (started("bf16", seed=0), started("bf16", seed=1)):
+        rl_step(run)
+        rl_step(run)
+    assert len(set(seeds)) == len(seeds) == 4
 
 
 @pytest.mark.parametrize("micro_batch_samples", [16, 5])
