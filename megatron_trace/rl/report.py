@@ -11,6 +11,7 @@ from megatron_trace.rl.summary import SITES, MetricsRecord, RunSummary, ratio
 
 def format_table(runs: Sequence[RunSummary]) -> str:
     """Gives a table of one column per run and one line per quantity."""
+    sites = _compared_sites(runs)
     lines: list[tuple[str, Callable[[RunSummary], str]]] = [
         ("reward, first / last fifth of steps", lambda r: _pair(r.reward_first, r.reward_last)),
         ("held-out accuracy, before / after", lambda r: _pair(r.held_out_first, r.held_out_last)),
@@ -20,11 +21,11 @@ def format_table(runs: Sequence[RunSummary]) -> str:
         ("KL(rollout, train) per token", lambda r: _small(r.kl)),
         *[
             (f"code mismatch {site}, as trained", partial(_mismatch, site=site, share="as_trained"))
-            for site in SITES
+            for site in sites
         ],
         *[
             (f"code mismatch {site}, to nearest", partial(_mismatch, site=site, share="nearest"))
-            for site in SITES
+            for site in sites
         ],
         ("out of bracket / sign flip / other", _causes),
         ("hint coverage", lambda r: f"{r.coverage:.3f}" if r.hint_bytes_per_token else "-"),
@@ -49,6 +50,10 @@ def format_table(runs: Sequence[RunSummary]) -> str:
         ).rstrip()
         for row in cells
     )
+
+
+def _compared_sites(runs: Sequence[RunSummary]) -> list[str]:
+    return [site for site in SITES if any(site in run.mismatch for run in runs)]
 
 
 def _pair(first: float, last: float) -> str:
@@ -113,12 +118,13 @@ def save_figure(
     FigureCanvasAgg(figure)
     gap_axes, reward_axes, mismatch_axes = figure.subplots(1, 3)
     width = 0.8 / len(runs)
+    sites = _compared_sites(runs)
     for number, run in enumerate(runs):
         style = {"color": f"C{number}", "label": run.name}
         gap_axes.plot([record["gap"]["mean"] for record in records[run.name]], **style)
         reward_axes.plot([record["reward"] for record in records[run.name]], **style)
-        places = [place for place, site in enumerate(SITES) if site in run.mismatch]
-        shares = [run.mismatch[SITES[place]].as_trained for place in places]
+        places = [place for place, site in enumerate(sites) if site in run.mismatch]
+        shares = [run.mismatch[sites[place]].as_trained for place in places]
         lefts = [place + (number - (len(runs) - 1) / 2) * width for place in places]
         bars = mismatch_axes.bar(lefts, shares, width, **style)
         mismatch_axes.bar_label(bars, [f"{s:.0e}" if s else "0" for s in shares], fontsize=7)
@@ -129,7 +135,7 @@ def save_figure(
     )
     reward_axes.set(title="mean reward of the samples", xlabel="step", ylim=(0, 1))
     mismatch_axes.set(title="share of codes that differ from the rollout's")
-    mismatch_axes.set_xticks(range(len(SITES)), SITES)
+    mismatch_axes.set_xticks(range(len(sites)), sites)
     figure.legend(
         *gap_axes.get_legend_handles_labels(), loc="outside lower center", ncols=len(runs)
     )

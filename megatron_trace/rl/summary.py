@@ -7,7 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-SITES = ("fc1", "k", "v")
+from megatron_trace.config import DEFAULT_HINT_SITES
+from megatron_trace.hints.types import Site
+
+SITES = tuple(str(site) for site in Site)
 MetricsRecord = Mapping[str, Any]
 
 
@@ -58,7 +61,7 @@ class RunSummary:
         gap_max: Largest of all.
         kl: Estimate of KL(rollout || train) per token.
         mismatch: By site; only sites with full-code diagnostics.
-        coverage: Share of (token, layer, site) that was guided, of fc1, k and v.
+        coverage: Share of the rows that were guided, of fc1, k, v, and of fc2 where it has hints.
         guard_rejections: Hint rows that the guard refused.
         hint_bytes_per_token: Bytes of the hints of one token.
         kv_bytes_per_token: Bytes of one token's keys and values in the cache.
@@ -152,7 +155,7 @@ def _site_counts(records: Sequence[MetricsRecord]) -> dict[str, int]:
         of_site
         for record in records
         for site, of_site in record["quantisers"]["sites"].items()
-        if site in SITES
+        if site in DEFAULT_HINT_SITES or of_site["guided"] + of_site["rejected"]
     ]
     return {
         kind: sum(row[kind] for row in rows)
