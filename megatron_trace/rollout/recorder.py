@@ -19,11 +19,13 @@ Place = tuple[int, Site]
 
 @dataclass(frozen=True)
 class _Slots:
-    """Rows of one step whose slots come expert by expert."""
+    """Some slots of the rows of one step."""
 
+    tokens: torch.Tensor
+    slots: torch.Tensor
     packed_codes: torch.Tensor
     scale_bytes: torch.Tensor
-    filled: torch.Tensor
+    num_slots: int
 
 
 @dataclass
@@ -33,7 +35,7 @@ class _Step:
     request_ids: torch.Tensor
     positions: torch.Tensor
     rows: dict[Place, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
-    slots: dict[Place, _Slots] = field(default_factory=dict)
+    slots: dict[Place, list[_Slots]] = field(default_factory=dict)
 
 
 class Recorder:
@@ -143,42 +145,24 @@ class Recorder:
         Args:
             layer: Decoder layer.
             site: Site.
-            packed_codes: uint8 [rows, bytes of a slot].
-            scale_bytes: uint8 [rows, blocks of a slot].
+            packed_codes: uint8 [rows, bytes of a slot]; kept, not copied.
+            scale_bytes: uint8 [rows, blocks of a slot]; likewise.
             slots: Token and slot of every row, int64 [rows] each; tokens from N on are padding.
             num_slots: Slots k of a token.
 
         Raises:
-            RuntimeError: A slot was recorded in this step already, or there are more or fewer
-                slots than rows.
+            RuntimeError: There are more or fewer slots than rows.
         """
         if not self.keeps(layer, site):
             return
         started = time.perf_counter()
-        step, (tokens, columns) = self._steps[-1], slots
-        if len(tokens) != len(packed_codes):
+        if len(slots[0]) != len(packed_codes):
             raise RuntimeError(
                 f"layer {layer}, site {site}: the quantiser got {len(packed_codes)} rows, but the "
-                f"routing record of the step says {len(tokens)}"
+                f"routing record of the step says {len(slots[0])}"
             )
-        known = step.slots.get((layer, site))
-        if known is None:
-            shape = (len(step.positions), num_slots)
-            known = step.slots[layer, site] = _Slots(
-                packed_codes.new_zeros(*shape, packed_codes.shape[1]),
-                scale_bytes.new_zeros(*shape, scale_bytes.shape[1]),
-                torch.zeros(shape, dtype=torch.bool, device=packed_codes.device),
-            )
-        real = tokens < len(step.positions)
-        index = tokens[real], columns[real]
-        if known.filled[index].any():
-            raise RuntimeError(
-                f"layer {layer}, site {site} was quantised twice in one step of the engine; its "
-                "rows cannot be told apart"
-            )
-        known.packed_codes[index] = packed_codes[real]
-        known.scale_bytes[index] = scale_bytes[real]
-        known.filled[index] = True
+        part = _Slots(*slots, packed_codes, scale_bytes, num_slots)
+        self._steps[-1].slots.setdefault((layer, site), []).append(part)
         self.seconds += time.perf_counter() - started
 
     def take(self, num_rows: Sequence[int]) -> dict[Place, tuple[torch.Tensor, torch.Tensor]]:
@@ -205,15 +189,31 @@ class Recorder:
     def _rows(self, step: _Step, place: Place) -> tuple[torch.Tensor, torch.Tensor]:
         if place in step.rows:
             return step.rows[place]
-        slots = step.slots.get(place)
-        if slots is not None and slots.filled.all():
-            return slots.packed_codes.flatten(1), slots.scale_bytes.flatten(1)
+        if place in step.slots:
+            return self._slots_side_by_side(step, place)
+        raise self._not_once(step, place, "not quantised")
+
+    def _slots_side_by_side(self, step: _Step, place: Place) -> tuple[torch.Tensor, torch.Tensor]:
+        parts = step.slots[place]
+        num_rows, num_slots = len(step.positions), parts[0].num_slots
+        index = torch.cat([part.tokens * num_slots + part.slots for part in parts])
+        real = index < num_rows * num_slots
+        index = index[real]
+        times = torch.bincount(index, minlength=num_rows * num_slots)
+        if (times != 1).any():
+            how = "in a slot twice" if (times > 1).any() else "but not in every expert slot"
+            raise self._not_once(step, place, f"quantised {how}")
+        order = index.argsort()
+        packed_codes = torch.cat([part.packed_codes for part in parts])[real][order]
+        scale_bytes = torch.cat([part.scale_bytes for part in parts])[real][order]
+        return packed_codes.view(num_rows, -1), scale_bytes.view(num_rows, -1)
+
+    def _not_once(self, step: _Step, place: Place, what: str) -> RuntimeError:
         layer, site = place
-        what = "quantised" if slots is None else "quantised in every expert slot"
-        raise RuntimeError(
-            f"layer {layer}, site {site} was not {what} in a step that computed "
-            f"{len(step.positions)} rows, the first of {self._name(int(step.request_ids[0]))}; "
-            "the engine bypassed its quantiser"
+        return RuntimeError(
+            f"layer {layer}, site {site} was {what} in a step that computed {len(step.positions)} "
+            f"rows, the first of {self._name(int(step.request_ids[0]))}; the engine must call its "
+            "quantiser once for every row"
         )
 
     def _row_order(self, num_rows: Sequence[int]) -> torch.Tensor:

@@ -63,30 +63,30 @@ def test_slots_that_come_expert_by_expert_lie_side_by_side():
     assert scale_bytes.tolist() == [[120, 121], [110, 111], [100, 101]]
 
 
-def test_a_slot_that_was_not_recorded_is_named():
+@pytest.mark.parametrize(
+    ("slots", "message"),
+    [
+        ([], "site fc2 was quantised but not in every"),
+        ([1, 1], "site fc2 was quantised in a slot twice"),
+    ],
+)
+def test_a_slot_not_recorded_exactly_once_is_named(slots, message):
     recorder = _recorder([FC2])
     recorder.begin_step(torch.tensor([10, 11]), torch.tensor([0, 0]))
-    _put_slots(recorder, [0, 1], [1, 0])
-    _put_slots(recorder, [0], [0])
-    with pytest.raises(RuntimeError, match=r"site fc2 was not quantised in every expert slot.* a;"):
+    _put_slots(recorder, [0, 1], [0, 0])
+    _put_slots(recorder, [1, 2], [1, 0])
+    for slot in slots:
+        _put_slots(recorder, [0], [slot])
+    with pytest.raises(RuntimeError, match=f"layer 3, {message}.*, the first of sample a; the "):
         recorder.take([1, 1])
 
 
-@pytest.mark.parametrize(
-    ("tokens", "slots", "message"),
-    [
-        ([0, 1], [0, 0], "layer 3, site fc2 was quantised twice"),
-        ([1], [0, 1], "the quantiser got 1 rows, but the routing record of the step says 2"),
-    ],
-)
-def test_slots_that_contradict_the_routing_record_are_refused(tokens, slots, message):
+def test_other_slots_than_rows_are_refused():
     recorder = _recorder([FC2])
     recorder.begin_step(torch.tensor([10, 11]), torch.tensor([0, 0]))
-    _put_slots(recorder, [0], [0])
-    codes = torch.zeros(len(tokens), 1, dtype=torch.uint8)
-    index = torch.zeros(len(slots), dtype=torch.int64), torch.tensor(slots)
-    with pytest.raises(RuntimeError, match=message):
-        recorder.put_slots(*FC2, codes, codes, slots=index, num_slots=2)
+    codes, index = torch.zeros(1, 1, dtype=torch.uint8), torch.tensor([0, 1])
+    with pytest.raises(RuntimeError, match=r"got 1 rows, but the routing record .* says 2"):
+        recorder.put_slots(*FC2, codes, codes, slots=(index, index), num_slots=2)
 
 
 def test_only_the_places_asked_for_are_kept():
