@@ -110,6 +110,16 @@ def _expert_rows(rows: ExpertRows) -> Iterator[None]:
         _EXPERT_ROWS.reset(token)
 
 
+def _current_rows(place: ExpertPlace) -> ExpertRows:
+    try:
+        return _EXPERT_ROWS.get()
+    except LookupError:
+        raise LookupError(
+            f"{place.matrix} of layer {place.layer}, expert {place.expert} was called by itself: "
+            "the hints and probabilities of its rows are unknown; call the MoE layer"
+        ) from None
+
+
 class GuidedMoELayer(DispatchInputMoELayer):
     """Quantises each token once, before dispatch; router and shared experts read the original."""
 
@@ -203,7 +213,7 @@ class QuantisedWeightFc1(ColumnParallelLinear):
     ) -> torch.Tensor:
         if self.place is None:
             return super()._forward_impl(input, weight, *args, **kwargs)
-        packed = _EXPERT_ROWS.get().packed_input
+        packed = _current_rows(self.place).packed_input
         return quantised_product(input, weight, _quantised_weight(weight, self.place), packed)
 
 
@@ -221,7 +231,7 @@ class QuantisedWeightFc2(RowParallelLinear):
         place = self.place
         if place is None:
             return super()._forward_impl(input, weight, *args, **kwargs)
-        rows = _EXPERT_ROWS.get()
+        rows = _current_rows(place)
         rounding = place.sites.slot_rounding(
             input, (place.layer, Site.FC2), place.expert, rows.slots, place.token_rows
         )

@@ -20,8 +20,9 @@ from megatron.core.distributed import (
 )
 
 from megatron_trace.config import DEFAULT_HINT_SITES, HINT_SITES
-from megatron_trace.hints.store import HintStore
+from megatron_trace.hints.store import HintStore, RecordKind
 from megatron_trace.hints.types import Site
+from megatron_trace.metrics import CodeMismatch
 from megatron_trace.testing.assertions import assert_same_bytes
 from megatron_trace.testing.ranks import run_ranks
 from megatron_trace.testing.recorded_samples import seen_values
@@ -94,6 +95,7 @@ def _train_one(rank, world_size, *, weights, settings, store, samples_of_rank, t
         config={**config, "expert_model_parallel_size": world_size},
         **trace,
     )
+    sites.diagnostics = True
     local = NUM_EXPERTS // world_size
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -124,6 +126,7 @@ def _train_one(rank, world_size, *, weights, settings, store, samples_of_rank, t
         },
         "codes": {place: values.outputs for place, values in seen.items()},
         "digest": expert_weight_digest(model, sites),
+        "mismatch": sites.report().code_mismatch,
         "sites": {site: asdict(counts) for site, counts in sites.report().sites.items()},
     }
 
@@ -155,6 +158,7 @@ def _given(scenario: Scenario) -> dict[str, Any]:
         lengths,
         num_experts=scenario.num_experts,
         sites=scenario.trace.get("hint_sites", DEFAULT_HINT_SITES),
+        codes=True,
     )
     model, _ = tiny_trainer("bf16")
     first = len(scenario.lengths[0])
@@ -180,6 +184,9 @@ def _without_fc2(store: HintStore, samples_of_rank: Any, without: int) -> HintSt
             for layer, site in store.places(sample.sample_id):
                 if rank != without or site is not Site.FC2:
                     left.put(record_of(store, sample, layer, site))
+            for layer, site in store.places(sample.sample_id, RecordKind.CODES):
+                codes = record_of(store, sample, layer, site, RecordKind.CODES)
+                left.put(codes, RecordKind.CODES)
     return left
 
 
@@ -251,6 +258,16 @@ def test_every_slot_of_both_ranks_is_guided(runs, name):
         assert all(result["sites"][Site.FC2]["guided"] > 0 for result in of_rank)
     else:
         assert counts["guided"] == 0
+
+
+def test_full_codes_reach_every_slot_too(runs, name):
+    alone, of_rank = runs[name]
+    assert (Site.FC2 in alone["mismatch"]) == ("hint_sites" in SCENARIOS[name].trace)
+    for site, expected in alone["mismatch"].items():
+        counts = sum((result["mismatch"][site] for result in of_rank), CodeMismatch())
+        assert (counts.values, counts.guided_values) == (expected.values, expected.guided_values)
+        assert counts.rtn_different == expected.rtn_different > 0
+        assert counts.unexplained == 0
 
 
 def test_the_weight_digest_does_not_depend_on_the_layout(runs, name):

@@ -178,6 +178,17 @@ def test_experts_that_cannot_be_guided_at_fc2_are_refused(build, rolled):
         sites.rounding(*FC2, None)
 
 
+@pytest.mark.parametrize("matrix", ["fc1", "fc2"])
+def test_a_linear_called_without_its_layer_is_refused(build, rolled, matrix):
+    model, sites, micro_batch = _ready(build, rolled)
+    linear = getattr(model.decoder.layers[1].mlp.experts.local_experts[3], f"linear_{matrix}")
+    with (
+        sites.micro_batch(micro_batch),
+        pytest.raises(LookupError, match=f"{matrix} of layer 0, expert 3 was called by itself"),
+    ):
+        linear(torch.zeros(2, 128 if matrix == "fc1" else K))
+
+
 def test_diagnostics_compare_fc2_with_full_codes_and_explain_every_mismatch(build, rolled):
     for method in ("qat", "trace"):
         model, sites = build(method, hint_sites=HINT_SITES)
