@@ -78,7 +78,10 @@ class _QuantisedProduct(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs):
         (grad,) = grad_outputs
         x, quantised_weight = _kept(ctx, grad.dtype)
-        return grad.matmul(quantised_weight), grad.t().matmul(x), None, None
+        needs_x, needs_weight, *_ = ctx.needs_input_grad
+        grad_x = grad.matmul(quantised_weight) if needs_x else None
+        grad_weight = grad.t().matmul(x) if needs_weight else None
+        return grad_x, grad_weight, None, None
 
 
 class _WeightedProduct(torch.autograd.Function):
@@ -96,19 +99,15 @@ class _WeightedProduct(torch.autograd.Function):
         quantised, quantised_weight, probs = _kept(ctx, grad.dtype)
         # As autograd differentiates the multiplication, which runs in the wider of both dtypes.
         wide = grad.to(torch.promote_types(grad.dtype, probs.dtype))
+        needs_activation, needs_weight, needs_probs, *_ = ctx.needs_input_grad
         grad_probs = None
-        if ctx.needs_input_grad[2]:
+        if needs_probs:
             output = quantised @ quantised_weight.t()
             grad_probs = (wide * output).sum(-1).to(probs.dtype)
         grad_output = (wide * probs.unsqueeze(-1)).to(grad.dtype)
-        return (
-            grad_output.matmul(quantised_weight),
-            grad_output.t().matmul(quantised),
-            grad_probs,
-            None,
-            None,
-            None,
-        )
+        grad_activation = grad_output.matmul(quantised_weight) if needs_activation else None
+        grad_weight = grad_output.t().matmul(quantised) if needs_weight else None
+        return grad_activation, grad_weight, grad_probs, None, None, None
 
 
 def _keep(

@@ -118,13 +118,19 @@ def test_the_output_is_not_kept_and_the_probabilitys_gradient_is_right():
     assert error <= 1e-6  # measured 1e-7
 
 
-def test_frozen_probabilities_get_no_gradient():
+@pytest.mark.parametrize("frozen", range(3))
+def test_what_is_frozen_gets_no_gradient(frozen):
     (activation, probs, weight), grad = _leaves(torch.bfloat16, torch.float32)
-    probs.requires_grad_(False)
-    values = quantised_weight(weight)
-    product = weighted_product(
-        activation, probs, weight, values, Rounding(SCALE), save_packed=False
-    )
-    product.backward(grad)
-    assert probs.grad is None
+    leaves = (activation, probs, weight)
+    leaves[frozen].requires_grad_(False)
+    values, rounding = quantised_weight(weight), Rounding(SCALE)
+    weighted_product(activation, probs, weight, values, rounding, save_packed=False).backward(grad)
+    assert [leaf.grad is None for leaf in leaves] == [index == frozen for index in range(3)]
+
+
+def test_a_frozen_weight_of_fc1_gets_no_gradient():
+    (activation, _, weight), grad = _leaves(torch.bfloat16, torch.bfloat16)
+    weight.requires_grad_(False)
+    quantised_product(activation, weight, quantised_weight(weight), None).backward(grad)
+    assert weight.grad is None
     assert activation.grad is not None
