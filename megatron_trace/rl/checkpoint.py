@@ -38,7 +38,15 @@ def save(run: RlRun, folder: str | Path, *, identity: Mapping[str, Any]) -> Path
         folder: Folder of the run's checkpoints.
         identity: What must be the same when the run is resumed (settings, model, tasks), in plain
             values that JSON can hold.
+
+    Raises:
+        ValueError: The run did no step yet.
     """
+    if run.progress.step == 0:
+        # Megatron could save it, but then not load it, for want of Adam's moments.
+        raise ValueError(
+            "a run has no optimizer state to save before its first step; start it anew instead"
+        )
     final = Path(folder) / f"step-{run.progress.step:06d}"
     temporary = final.with_name(f"{final.name}.tmp-{os.getpid()}")
     shutil.rmtree(temporary, ignore_errors=True)
@@ -88,13 +96,13 @@ def _complete(folder: Path) -> list[Path]:
 
 
 def resume(run: RlRun, checkpoint: str | Path, *, identity: Mapping[str, Any]) -> None:
-    """Brings a run that was just built to the state of a checkpoint.
+    """Brings a run that was just built, or whose step failed, to the state of a checkpoint.
 
     The engine takes the saved scales, and the saved weights are pushed again; later steps then
     equal those of a run that was never stopped.
 
     Args:
-        run: A run that was just built, with the same settings.
+        run: A run with the same settings; hints that it has not trained on are dropped.
         checkpoint: Folder of one checkpoint.
         identity: See `save`.
 
@@ -111,6 +119,8 @@ def resume(run: RlRun, checkpoint: str | Path, *, identity: Mapping[str, Any]) -
                 "with the settings of the run that was saved"
             )
     state: Any = dist_checkpointing.load(_sharded_state(run, is_loading=True), str(checkpoint))
+    for sample_id in run.store.sample_ids():
+        run.store.drop_sample(sample_id)
     run.model.load_state_dict(state["model"])
     run.optimizer.load_state_dict(state["optimizer"])
     torch.set_rng_state(state["random_states"]["torch"])

@@ -279,7 +279,12 @@ def evaluate(run: RlRun, items: Sequence[TaskItem]) -> float:
     Args:
         run: A started run; nothing of it changes.
         items: Held-out items.
+
+    Raises:
+        ValueError: There are no items, so that no share exists.
     """
+    if not items:
+        raise ValueError("an evaluation needs at least one held-out item; got none")
     prompts = encode_prompts(
         items,
         run.tokenizer,

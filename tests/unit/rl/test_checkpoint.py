@@ -1,6 +1,7 @@
 """Save and resume of RL runs."""
 
 import json
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -42,6 +43,27 @@ def test_two_and_two_steps_equal_four(build, started, tmp_path, method, trainer_
     assert second.progress == through.progress
     for name, value in through.named_weights().items():
         assert torch.equal(value, second.named_weights()[name]), name
+
+
+def test_a_run_before_its_first_step_is_not_saved(started, tmp_path):
+    with pytest.raises(ValueError, match="no optimizer state to save before its first step"):
+        checkpoint.save(started("trace"), tmp_path, identity=IDENTITY)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_run_whose_step_failed_resumes_exactly(started, monkeypatch, tmp_path):
+    run, reference = started("trace"), started("trace")
+    rl_step(run)
+    rl_step(reference)
+    checkpoint.save(run, tmp_path, identity=IDENTITY)
+    with monkeypatch.context() as patch:
+        patch.setattr(run.optimizer, "step", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            rl_step(run)
+    checkpoint.resume(run, checkpoint.latest(tmp_path), identity=IDENTITY)
+    assert comparable(rl_step(run)) == comparable(rl_step(reference))
+    for name, value in reference.named_weights().items():
+        assert torch.equal(run.named_weights()[name], value), name
 
 
 def test_only_the_checkpoint_is_left_in_the_folder(saved):

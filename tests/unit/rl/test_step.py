@@ -184,6 +184,11 @@ def test_evaluation_changes_nothing(started, weights):
     assert rl_step(run)["gap"] == rl_step(started("trace"))["gap"]
 
 
+def test_an_evaluation_of_nothing_is_refused(started):
+    with pytest.raises(ValueError, match="at least one held-out item; got none"):
+        evaluate(started("bf16"), [])
+
+
 def test_prompt_longer_than_the_context_is_refused(build):
     with pytest.raises(ValueError, match="do not fit into the context of 6 tokens"):
         build("bf16", context=6)
