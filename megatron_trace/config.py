@@ -10,7 +10,8 @@ from typing import Literal
 
 Method = Literal["bf16", "qat", "trace"]
 Implementation = Literal["auto", "torch", "triton"]
-HINT_BITS = (1, 4)
+HintScales = Literal["raw", "residue"]
+HINT_BITS = (1, 2, 4)
 HINT_SITES = ("fc1", "fc2", "k", "v")
 DEFAULT_HINT_SITES = ("fc1", "k", "v")
 
@@ -22,7 +23,10 @@ class TraceConfig:
     Attributes:
         method: `bf16` quantises nothing; `qat` fake-quantises rollout and training by rounding to
             nearest; `trace` also guides training's rounding by the rollout's hints.
-        hint_bits: Bits per value of a hint: 1 (mantissa bit) or 4 (full code).
+        hint_bits: Bits per value of a hint: 1 (mantissa bit), 2 (magnitude index modulo 4) or
+            4 (full code).
+        hint_scales: How a hint keeps block scales: `raw` (8 bits each), or `residue` (3 bits each,
+            modulo 8 against the trainer's own, which tells the guard less).
         hint_layers: Checkpoint decoder layers whose hints are recorded: `latter_half`, `all`, or
             comma-separated indices such as `2,3`.
         hint_sites: Sites that are recorded and guided, of fc1, fc2, k, v. fc2 takes top-k times the
@@ -48,6 +52,7 @@ class TraceConfig:
 
     method: Method = "trace"
     hint_bits: int = 1
+    hint_scales: HintScales = "raw"
     hint_layers: str = "latter_half"
     hint_sites: tuple[str, ...] = field(default=DEFAULT_HINT_SITES)
     missing_hints: Literal["error", "rtn"] = "error"
@@ -66,7 +71,13 @@ class TraceConfig:
         _require(
             self.method in ("bf16", "qat", "trace"), "method", "bf16, qat or trace", self.method
         )
-        _require(self.hint_bits in HINT_BITS, "hint_bits", "1 or 4", self.hint_bits)
+        _require(self.hint_bits in HINT_BITS, "hint_bits", "1, 2 or 4", self.hint_bits)
+        _require(
+            self.hint_scales in ("raw", "residue"),
+            "hint_scales",
+            "raw or residue",
+            self.hint_scales,
+        )
         _require(
             bool(self.hint_sites)
             and set(self.hint_sites) <= set(HINT_SITES)

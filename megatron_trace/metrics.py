@@ -5,11 +5,18 @@ Legend: B samples, S positions, N rows, K values of a row, C = K / 16 blocks of 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 
-from megatron_trace.formats import BLOCK_SIZE, E2M1_VALUES, encode, guided_codes, pack_bits
+from megatron_trace.formats import (
+    BLOCK_SIZE,
+    E2M1_VALUES,
+    encode,
+    guided_codes,
+    own_scale_bytes,
+    pack_bits,
+)
 
 
 @dataclass(frozen=True)
@@ -95,10 +102,12 @@ class CodeMismatch:
         scale_bytes_different: Blocks for which training's own scale byte is another.
         guided_values: Values that were guided.
         guided_different: Those that the hints used give another code or block scale; the sum of
-            the next three.
+            the next four.
         out_of_bracket: The rollout's magnitude is neither candidate of training's value.
         sign_flip: It is a candidate, but the rollout's value has the other sign.
-        unexplained: Neither; must be 0, and is not where a hint belongs to another row.
+        misread_scale: The hint's residue stood for another block scale than the rollout's, which
+            is more than 3 steps from training's own.
+        unexplained: None of these; must be 0, and is not where a hint belongs to another row.
     """
 
     values: int = 0
@@ -110,6 +119,7 @@ class CodeMismatch:
     guided_different: int = 0
     out_of_bracket: int = 0
     sign_flip: int = 0
+    misread_scale: int = 0
     unexplained: int = 0
 
     def __add__(self, other: CodeMismatch) -> CodeMismatch:
@@ -147,13 +157,15 @@ class UsedHints:
         rows: bool [N]; rows that were guided.
         payload: uint8 [N, K * num_bits / 8].
         scale_bytes: uint8 [N, C].
-        num_bits: 1 or 4.
+        num_bits: 1, 2 or 4.
+        restored: Whether the block scales are what their residues stood for.
     """
 
     rows: torch.Tensor
     payload: torch.Tensor
     scale_bytes: torch.Tensor
     num_bits: int
+    restored: bool = False
 
 
 @torch.no_grad()
@@ -186,7 +198,7 @@ def compare_codes(
     if used is None:
         return rtn
     rows = used.rows.nonzero()[:, 0]
-    used = UsedHints(used.rows, used.payload[rows], used.scale_bytes[rows], used.num_bits)
+    used = replace(used, payload=used.payload[rows], scale_bytes=used.scale_bytes[rows])
     return rtn + _guided_mismatch(x[rows], codes[rows], scale_bytes[rows], global_scale, used)
 
 
@@ -199,6 +211,7 @@ def _guided_mismatch(
 ) -> CodeMismatch:
     guided = guided_codes(x, used.payload, used.scale_bytes, global_scale, num_bits=used.num_bits)
     other_scale = (used.scale_bytes != scale_bytes).repeat_interleave(BLOCK_SIZE, -1)
+    misread = other_scale & _misread(x, scale_bytes, global_scale, used)
     different = ~_same_value(guided, codes) | other_scale
     # The two candidates are what the two values of the mantissa bit choose.
     lower, upper = (
@@ -213,8 +226,20 @@ def _guided_mismatch(
         guided_different=int(different.sum()),
         out_of_bracket=int((different & outside).sum()),
         sign_flip=int((different & ~outside & flipped).sum()),
-        unexplained=int((different & ~outside & ~flipped).sum()),
+        misread_scale=int(misread.sum()),
+        unexplained=int((different & ~outside & ~flipped & ~misread).sum()),
     )
+
+
+def _misread(
+    x: torch.Tensor, scale_bytes: torch.Tensor, global_scale: float, used: UsedHints
+) -> torch.Tensor:
+    """Gives bool [N, K]: values whose block scale was read wrongly for the only known reason."""
+    own = own_scale_bytes(x, global_scale)
+    distance = (scale_bytes.int() - own.int()).abs()
+    same_residue = ((scale_bytes ^ used.scale_bytes) & 7) == 0
+    blocks = same_residue & (distance > 3) & used.restored
+    return blocks.repeat_interleave(BLOCK_SIZE, -1)
 
 
 def _same_value(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

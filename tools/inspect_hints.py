@@ -18,13 +18,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from megatron_trace.formats import unpack_hint
 from megatron_trace.hints import (
     RecordKind,
     RolloutSample,
     Site,
     SiteHint,
-    decode_bits,
-    decode_codes,
+    decode_residues,
 )
 from megatron_trace.hints.files import HintFiles
 from megatron_trace.hints.findings import Finding, FindingKind
@@ -151,6 +151,7 @@ def describe_sample(
     if record is not None:
         shown = {"kind": kind, "layer": record.key.layer, "site": record.key.site}
         shown |= {"num_bits": record.num_bits, "global_scale": record.global_scale}
+        shown |= {"scale_form": record.scale_form}
     return _describe_files(shard_files) | {
         "num_prompt_tokens": len(sample.prompt_tokens),
         "num_response_tokens": len(sample.response_tokens),
@@ -227,7 +228,9 @@ def show_sample(report: dict[str, Any], options: argparse.Namespace) -> None:
     if shown is not None:
         print(
             f"\nlayer {shown['layer']}, {shown['site']}, {shown['kind']}: {shown['num_bits']} bit, "
-            f"global scale {shown['global_scale']:.6g}; scale byte:values, {options.blocks} blocks"
+            f"global scale {shown['global_scale']:.6g}; "
+            f"{'scale byte' if shown['scale_form'] == 'raw' else 'residue of scale byte'}:values, "
+            f"{options.blocks} blocks"
         )
     for row in report["rows"]:
         text = "" if row["text"] is None else repr(row["text"])
@@ -331,11 +334,13 @@ def _rows(
         for position, (token, logprob) in enumerate(zip(sample.tokens, logprobs, strict=True))
     ]
     if record is not None:
-        values = (decode_codes if record.num_bits == 4 else decode_bits)(record).tolist()
-        for row, scales, of_row in zip(rows, record.scale_bytes.tolist(), values, strict=False):
+        values = unpack_hint(record.payload, record.num_bits).tolist()
+        raw = record.scale_form == "raw"
+        block_scales = (record.scale_bytes if raw else decode_residues(record)).tolist()
+        for row, scales, of_row in zip(rows, block_scales, values, strict=False):
             text = "".join(f"{value:x}" for value in of_row)
             width = len(text) // len(scales)
-            row["scale_bytes"] = [f"{scale:02x}" for scale in scales]
+            row["scale_bytes"] = [f"{scale:02x}" if raw else f"{scale}" for scale in scales]
             row["values"] = [text[start : start + width] for start in range(0, len(text), width)]
     return rows
 

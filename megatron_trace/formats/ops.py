@@ -11,6 +11,7 @@ from typing import Literal
 import torch
 
 from megatron_trace.formats import reference
+from megatron_trace.formats.residues import restored
 
 Implementation = Literal["auto", "torch", "triton"]
 
@@ -101,6 +102,35 @@ def guided(
     module = _implementation(implementation, x, num_bits)
     y = module.guided(x.detach(), hint, scale_bytes, global_scale, num_bits=num_bits, dtype=dtype)
     return straight_through(x, y)
+
+
+def restored_scales(
+    x: torch.Tensor,
+    hint: torch.Tensor,
+    residues: torch.Tensor,
+    global_scale: torch.Tensor | float,
+    *,
+    num_bits: int,
+    implementation: Implementation = "auto",
+) -> torch.Tensor:
+    """Gives `residues.restored`: the rollout's block scales, from residues and the trainer's own.
+
+    Args:
+        x: float [..., K]; the trainer's values.
+        hint: uint8 [..., K * num_bits / 8]; packed lowest bits (1, 2) or codes (4).
+        residues: uint8 [..., B], 0 to 7.
+        global_scale: FP32 0-d tensor or number; the rollout's global scale, decode side.
+        num_bits: 1, 2 or 4.
+        implementation: `torch`, `triton`, or `auto` (Triton where x is on a GPU).
+
+    Returns:
+        uint8 [..., B], E4M3.
+
+    Raises:
+        ValueError: Shapes disagree, K is not a multiple of 16, num_bits is not 1, 2 or 4, or the
+            implementation cannot run on x.
+    """
+    return restored(x.detach(), hint, residues, global_scale, num_bits=num_bits)
 
 
 def straight_through(x: torch.Tensor, quantised: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,9 @@
 from megatron_trace.hints.codec import (
     decode_bits,
     decode_codes,
+    decode_residues,
     encode_hint,
+    encode_packed_hint,
     payload_bits,
     stack_rows,
 )
@@ -15,6 +17,7 @@ from megatron_trace.hints.types import (
     HintKey,
     QuantizerSettings,
     RolloutSample,
+    ScaleForm,
     Site,
     SiteHint,
 )
@@ -29,12 +32,15 @@ __all__ = [
     "RecordKind",
     "RolloutSample",
     "RowHealth",
+    "ScaleForm",
     "Site",
     "SiteHint",
     "accept_rows",
     "decode_bits",
     "decode_codes",
+    "decode_residues",
     "encode_hint",
+    "encode_packed_hint",
     "payload_bits",
     "stack_rows",
 ]

@@ -11,8 +11,24 @@ from collections.abc import Sequence
 
 import torch
 
-from megatron_trace.formats import BLOCK_SIZE, pack_bits, pack_codes, unpack_bits, unpack_codes
-from megatron_trace.hints.types import HintKey, SiteHint
+from megatron_trace.formats import (
+    BLOCK_SIZE,
+    narrowed,
+    pack_codes,
+    pack_residues,
+    unpack_bits,
+    unpack_codes,
+    unpack_hint,
+    unpack_residues,
+)
+from megatron_trace.formats.residues import to_residues
+from megatron_trace.hints.types import (
+    HintKey,
+    ScaleForm,
+    SiteHint,
+    require_hint_bits,
+    require_scale_form,
+)
 
 MAX_CODE = 15
 # The largest finite positive E4M3 value, 448; bytes above it are NaN or carry a sign.
@@ -25,6 +41,7 @@ def encode_hint(
     scale_bytes: torch.Tensor,
     global_scale: torch.Tensor | float,
     num_bits: int,
+    scale_form: ScaleForm = "raw",
 ) -> SiteHint:
     """Gives the hint of one sample at one place, in memory of its own.
 
@@ -33,40 +50,65 @@ def encode_hint(
         codes: uint8 [R, K], 0 to 15; what the rollout's quantiser chose.
         scale_bytes: uint8 [R, B], E4M3; the block scales it used.
         global_scale: Decode-side scale of the place; kept in FP32.
-        num_bits: 1 (mantissa bits) or 4 (codes) per value.
+        num_bits: 1 or 2 (lowest bits) or 4 (codes) per value.
+        scale_form: Whether block scales are kept `raw`, or as `residue` modulo 8.
 
     Raises:
         ValueError: Shapes or dtypes disagree, or a code, block scale or global scale is not one
             that a quantiser gives for finite values.
     """
-    for name, tensor in (("codes", codes), ("scale_bytes", scale_bytes)):
-        if tensor.dtype != torch.uint8 or tensor.dim() != 2:
-            raise ValueError(
-                f"{name} must be uint8 [rows, columns]; got {tensor.dtype} "
-                f"{tuple(tensor.shape)} ({key})"
-            )
-    rows, num_blocks = scale_bytes.shape
-    if tuple(codes.shape) != (rows, num_blocks * BLOCK_SIZE):
-        raise ValueError(
-            f"codes must be {(rows, num_blocks * BLOCK_SIZE)} for scale_bytes "
-            f"{(rows, num_blocks)}; got {tuple(codes.shape)} ({key})"
-        )
-    if num_bits not in (1, 4):
-        raise ValueError(f"num_bits must be 1 or 4; got {num_bits} ({key})")
+    _require_rows("codes", codes, scale_bytes, BLOCK_SIZE, key)
     _require_at_most(MAX_CODE, "code", codes, key)
+    return encode_packed_hint(
+        key, pack_codes(codes), scale_bytes, global_scale, num_bits, scale_form
+    )
+
+
+def encode_packed_hint(
+    key: HintKey,
+    packed_codes: torch.Tensor,
+    scale_bytes: torch.Tensor,
+    global_scale: torch.Tensor | float,
+    num_bits: int,
+    scale_form: ScaleForm = "raw",
+) -> SiteHint:
+    """Gives what `encode_hint` gives, from codes that are packed already.
+
+    Args:
+        key: Where it belongs.
+        packed_codes: uint8 [R, K / 2]; what the rollout's quantiser chose.
+        scale_bytes: uint8 [R, B], E4M3; the block scales it used.
+        global_scale: Decode-side scale of the place; kept in FP32.
+        num_bits: 1 or 2 (lowest bits) or 4 (codes) per value.
+        scale_form: Whether block scales are kept `raw`, or as `residue` modulo 8.
+
+    Raises:
+        ValueError: As `encode_hint`.
+    """
+    _require_rows("packed_codes", packed_codes, scale_bytes, BLOCK_SIZE // 2, key)
+    require_hint_bits(num_bits, key)
+    require_scale_form(scale_form, key)
     _require_at_most(
         MAX_SCALE_BYTE, "E4M3 block scale byte (NaN or Inf activations?)", scale_bytes, key
     )
     scale = torch.as_tensor(global_scale, dtype=torch.float32).item()
     if not (math.isfinite(scale) and scale > 0):
         raise ValueError(f"global_scale must be finite and > 0 in FP32; got {global_scale} ({key})")
+    payload = narrowed(packed_codes, num_bits)
+    if scale_form == "residue":
+        try:
+            payload, residues = to_residues(payload, scale_bytes, num_bits=num_bits)
+        except ValueError as error:
+            raise ValueError(f"{error} ({key})") from error
+        scale_bytes = pack_residues(residues)
     return SiteHint(
         key=key,
         num_bits=num_bits,
-        payload=pack_bits(codes) if num_bits == 1 else pack_codes(codes),
         # The recorder's buffer is reused, and a slice of it would keep all of it alive.
+        payload=_owned(payload, packed_codes),
         scale_bytes=scale_bytes.clone(memory_format=torch.contiguous_format),
         global_scale=scale,
+        scale_form=scale_form,
     )
 
 
@@ -75,14 +117,13 @@ def payload_bits(payload: torch.Tensor, num_bits: int) -> torch.Tensor:
 
     Args:
         payload: uint8 [..., K * num_bits / 8].
-        num_bits: 1 or 4.
+        num_bits: 1, 2 or 4.
 
     Returns:
         uint8 [..., K], 0 or 1.
     """
-    if num_bits not in (1, 4):
-        raise ValueError(f"num_bits must be 1 or 4; got {num_bits}")
-    return unpack_bits(payload) if num_bits == 1 else unpack_codes(payload) & 1
+    require_hint_bits(num_bits)
+    return unpack_bits(payload) if num_bits == 1 else unpack_hint(payload, num_bits).bitwise_and_(1)
 
 
 def decode_bits(hint: SiteHint) -> torch.Tensor:
@@ -94,14 +135,25 @@ def decode_codes(hint: SiteHint) -> torch.Tensor:
     """Gives the codes of a 4-bit hint, uint8 [R, K].
 
     Raises:
-        ValueError: The hint holds mantissa bits only.
+        ValueError: The hint holds lowest bits only.
     """
     if hint.num_bits != 4:
         raise ValueError(
-            f"codes need a 4-bit hint; got {hint.num_bits} bit, which says the mantissa bit only "
+            f"codes need a 4-bit hint; got {hint.num_bits} bit, which says the lowest bits only "
             f"({hint.key})"
         )
     return unpack_codes(hint.payload)
+
+
+def decode_residues(hint: SiteHint) -> torch.Tensor:
+    """Gives the residues of a hint's block scales, uint8 [R, B], 0 to 7.
+
+    Raises:
+        ValueError: The hint holds raw block scales.
+    """
+    if hint.scale_form != "residue":
+        raise ValueError(f"the hint holds {hint.scale_form} block scales, no residues ({hint.key})")
+    return unpack_residues(hint.scale_bytes, hint.num_blocks)
 
 
 def stack_rows(
@@ -115,12 +167,12 @@ def stack_rows(
 
     Returns:
         payload: uint8 [S, N, K * num_bits / 8]; 0 where not valid.
-        scale_bytes: uint8 [S, N, B]; 0 where not valid.
+        scale_bytes: uint8 [S, N, B], or packed residues if the hints hold them; 0 where not valid.
         valid: bool [S, N]; whether the row holds what the rollout recorded.
 
     Raises:
         ValueError: All hints are None, so that K is unknown; the hints differ in place, width,
-            bits or global scale; or one has more than S rows.
+            bits, form of the block scales or global scale; or one has more than S rows.
     """
     present = [hint for hint in hints if hint is not None]
     if not present:
@@ -129,8 +181,9 @@ def stack_rows(
     for hint in present[1:]:
         if _layout(hint) != _layout(first):
             raise ValueError(
-                "hints of one batch must agree in layer, site, bits, values of a row and global "
-                f"scale; got {_layout(first)} ({first.key}) and {_layout(hint)} ({hint.key})"
+                "hints of one batch must agree in layer, site, bits, values of a row, form of the "
+                f"block scales and global scale; got {_layout(first)} ({first.key}) and "
+                f"{_layout(hint)} ({hint.key})"
             )
     shape = (num_positions, len(hints))
     payload = first.payload.new_zeros(*shape, first.payload.shape[1])
@@ -149,9 +202,32 @@ def stack_rows(
     return payload, scale_bytes, valid
 
 
-def _layout(hint: SiteHint) -> tuple[int, str, int, int, float]:
-    key = hint.key
-    return key.layer, str(key.site), hint.num_bits, hint.num_values, hint.global_scale
+def _layout(hint: SiteHint) -> tuple[int, str, int, int, str, float]:
+    place = hint.key.layer, str(hint.key.site)
+    return *place, hint.num_bits, hint.num_values, hint.scale_form, hint.global_scale
+
+
+def _owned(payload: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    shared = payload.untyped_storage().data_ptr() == source.untyped_storage().data_ptr()
+    return payload.clone(memory_format=torch.contiguous_format) if shared else payload
+
+
+def _require_rows(
+    name: str, rows: torch.Tensor, scale_bytes: torch.Tensor, block_columns: int, key: HintKey
+) -> None:
+    for what, tensor in ((name, rows), ("scale_bytes", scale_bytes)):
+        if tensor.dtype != torch.uint8 or tensor.dim() != 2:
+            raise ValueError(
+                f"{what} must be uint8 [rows, columns]; got {tensor.dtype} "
+                f"{tuple(tensor.shape)} ({key})"
+            )
+    num_rows, num_blocks = scale_bytes.shape
+    expected = (num_rows, num_blocks * block_columns)
+    if tuple(rows.shape) != expected:
+        raise ValueError(
+            f"{name} must be {expected} for scale_bytes {(num_rows, num_blocks)}; got "
+            f"{tuple(rows.shape)} ({key})"
+        )
 
 
 def _require_at_most(largest: int, name: str, tensor: torch.Tensor, key: HintKey) -> None:

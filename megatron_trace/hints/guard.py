@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_trace.formats import BLOCK_SIZE, E2M1_VALUES, decode, encode
+from megatron_trace.formats import BLOCK_SIZE, E2M1_VALUES, decode, own_scale_bytes
 from megatron_trace.hints.codec import payload_bits
 
 _CODE_OF_ONE = E2M1_VALUES.index(1.0)
@@ -64,16 +64,16 @@ def accept_rows(
 
     Args:
         x: float [..., K]; the trainer's values.
-        hint: uint8 [..., K * num_bits / 8]; packed mantissa bits (1) or packed codes (4).
-        scale_bytes: uint8 [..., B]; the rollout's block scales.
+        hint: uint8 [..., K * num_bits / 8]; packed lowest bits (1, 2) or codes (4).
+        scale_bytes: uint8 [..., B]; the rollout's block scales, restored if residues were stored.
         global_scale: FP32 0-d tensor or number; the rollout's global scale, decode side.
-        num_bits: 1 or 4.
+        num_bits: 1, 2 or 4.
         max_far_blocks: Share of a row's blocks that may be far.
         max_scale_steps: E4M3 steps between the two scale bytes beyond which a block is far.
         min_parity_agreement: Share of a row's mantissa bits that must agree.
 
     Raises:
-        ValueError: Shapes disagree, K is not a multiple of 16, or num_bits is not 1 or 4.
+        ValueError: Shapes disagree, K is not a multiple of 16, or num_bits is not 1, 2 or 4.
     """
     bits = payload_bits(hint, num_bits)
     if bits.shape != x.shape or scale_bytes.shape != (*x.shape[:-1], x.shape[-1] // BLOCK_SIZE):
@@ -96,7 +96,7 @@ def _far_block_share(
     global_scale: torch.Tensor | float,
     max_scale_steps: int,
 ) -> torch.Tensor:
-    _, own_bytes = encode(x, global_scale)
+    own_bytes = own_scale_bytes(x, global_scale)
     # Positive E4M3 values are ordered like their bytes, so bytes differ by the steps between them.
     far = (own_bytes.int() - scale_bytes.int()).abs() > max_scale_steps
     counted = (own_bytes != 0) | (scale_bytes != 0)

@@ -12,10 +12,14 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 import torch
 
-from megatron_trace.formats import BLOCK_SIZE
+from megatron_trace.formats import BLOCK_SIZE, residue_bytes
+
+ScaleForm = Literal["raw", "residue"]
+HINT_BITS = (1, 2, 4)
 
 
 class Site(enum.StrEnum):
@@ -125,10 +129,12 @@ class SiteHint:
 
     Attributes:
         key: Where it belongs.
-        num_bits: 1 (mantissa bit) or 4 (code) per value.
-        payload: uint8 [R, K * num_bits / 8]; packed mantissa bits or packed codes.
-        scale_bytes: uint8 [R, B]; E4M3 block scales.
+        num_bits: 1 or 2 (lowest bits of the code) or 4 (code) per value.
+        payload: uint8 [R, K * num_bits / 8]; packed lowest bits or packed codes.
+        scale_bytes: uint8 [R, B], E4M3 block scales (raw); or their packed residues modulo 8, uint8
+            [R, 3 bytes for every 8 blocks] (residue).
         global_scale: FP32 decode-side scale of the place.
+        scale_form: `raw` or `residue`; what `scale_bytes` holds.
     """
 
     key: HintKey
@@ -136,6 +142,7 @@ class SiteHint:
     payload: torch.Tensor
     scale_bytes: torch.Tensor
     global_scale: float
+    scale_form: ScaleForm = "raw"
 
     def __post_init__(self) -> None:
         """Raises ValueError when dtypes or shapes contradict each other."""
@@ -145,14 +152,28 @@ class SiteHint:
                     f"{name} must be uint8 [rows, bytes]; got {tensor.dtype} "
                     f"{tuple(tensor.shape)} ({self.key})"
                 )
-        if self.num_bits not in (1, 4):
-            raise ValueError(f"num_bits must be 1 or 4; got {self.num_bits} ({self.key})")
+        require_hint_bits(self.num_bits, self.key)
+        require_scale_form(self.scale_form, self.key)
+        if self.scale_form == "residue":
+            self._require_residues()
+            return
         rows, num_blocks = self.scale_bytes.shape
         expected = (rows, num_blocks * BLOCK_SIZE * self.num_bits // 8)
         if tuple(self.payload.shape) != expected:
             raise ValueError(
                 f"payload must be {expected} for {rows} rows of {num_blocks} blocks at "
                 f"{self.num_bits} bit; got {tuple(self.payload.shape)} ({self.key})"
+            )
+
+    def _require_residues(self) -> None:
+        rows, num_bytes = self.payload.shape
+        block_bytes = BLOCK_SIZE * self.num_bits // 8
+        expected = (rows, residue_bytes(self.num_blocks))
+        if num_bytes % block_bytes or tuple(self.scale_bytes.shape) != expected:
+            raise ValueError(
+                f"residues must be {expected} for {rows} rows of {num_bytes} payload bytes at "
+                f"{self.num_bits} bit, {block_bytes} a block; got {tuple(self.scale_bytes.shape)} "
+                f"({self.key})"
             )
 
     @property
@@ -163,12 +184,30 @@ class SiteHint:
     @property
     def num_values(self) -> int:
         """Values of a row."""
-        return self.scale_bytes.shape[1] * BLOCK_SIZE
+        return self.num_blocks * BLOCK_SIZE
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of a row."""
+        return self.payload.shape[1] * 8 // (BLOCK_SIZE * self.num_bits)
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the payload and the block scales."""
         return self.payload.numel() + self.scale_bytes.numel()
+
+
+def require_hint_bits(num_bits: int, key: HintKey | None = None) -> None:
+    """Raises ValueError unless num_bits is that of a hint."""
+    if num_bits not in HINT_BITS:
+        where = "" if key is None else f" ({key})"
+        raise ValueError(f"num_bits must be 1, 2 or 4; got {num_bits}{where}")
+
+
+def require_scale_form(scale_form: str, key: HintKey) -> None:
+    """Raises ValueError unless scale_form is that of a hint."""
+    if scale_form not in get_args(ScaleForm):
+        raise ValueError(f"scale_form must be raw or residue; got {scale_form!r} ({key})")
 
 
 @dataclass(frozen=True)

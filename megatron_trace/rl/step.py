@@ -229,9 +229,7 @@ def step_metrics(
         **update.sums.means(),
         "gap": dataclasses.asdict(gap),
         "quantisers": run.sites.report().as_dict(),
-        "hint_bytes_per_token": sum(
-            hint.payload.shape[-1] + hint.scale_bytes.shape[-1] for hint in hints
-        ),
+        "hint_bytes_per_token": sum(hint.stored_bytes for hint in hints),
         "kv_bytes_per_token": run.engine.kv_bytes_per_token,
         "kv_bytes_per_token_bf16": run.engine.kv_bytes_per_token_bf16,
         "seconds": seconds,

@@ -148,7 +148,8 @@ class RolloutEngine:
             token_batches: integer [B, S] each.
 
         Raises:
-            RuntimeError: No unquantised weights are loaded, or a site saw no data.
+            RuntimeError: No unquantised weights are loaded, a site saw no data, or an activation
+                is NaN or Inf.
             ValueError: The method quantises nothing.
         """
         self._require_quantising("calibrate")
@@ -299,6 +300,7 @@ class RolloutEngine:
                 records,
                 self._settings.global_scales,
                 hint_bits=self.trace.hint_bits,
+                hint_scales=self.trace.hint_scales,
                 hint_sites=self._hint_sites(),
                 diagnostic_share=self.trace.diagnostic_share,
             )

@@ -7,8 +7,15 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from megatron_trace.formats import unpack_codes
-from megatron_trace.hints import HintKey, HintStore, RecordKind, RolloutSample, Site, encode_hint
+from megatron_trace.hints import (
+    HintKey,
+    HintStore,
+    RecordKind,
+    RolloutSample,
+    ScaleForm,
+    Site,
+    encode_packed_hint,
+)
 from megatron_trace.rollout.recorder import Place
 
 
@@ -19,6 +26,7 @@ def store_records(
     global_scales: Mapping[Place, float],
     *,
     hint_bits: int,
+    hint_scales: ScaleForm = "raw",
     hint_sites: Sequence[Site],
     diagnostic_share: float,
 ) -> None:
@@ -30,6 +38,7 @@ def store_records(
         records: By place: packed codes uint8 [sum of R, K / 2], scale bytes [sum of R, B].
         global_scales: FP32 decode-side scale of each place.
         hint_bits: Bits per value of a hint.
+        hint_scales: How a hint keeps block scales; full codes always keep them raw.
         hint_sites: Sites that guide training; the others are recorded for diagnostics only.
         diagnostic_share: Share of the samples that keep full codes.
     """
@@ -37,17 +46,15 @@ def store_records(
     num_rows = [sample.num_rows for sample in samples]
     for (layer, site), (packed_codes, scale_bytes) in records.items():
         scale = global_scales[layer, site]
-        rows = zip(
-            unpack_codes(packed_codes).split(num_rows), scale_bytes.split(num_rows), strict=True
-        )
+        rows = zip(packed_codes.split(num_rows), scale_bytes.split(num_rows), strict=True)
         for sample, keeps_codes, (codes, scales) in zip(samples, diagnostic, rows, strict=True):
             key = HintKey(
                 sample.sample_id, layer, site, sample.policy_version, sample.settings_digest
             )
             if site in hint_sites:
-                store.put(encode_hint(key, codes, scales, scale, hint_bits))
+                store.put(encode_packed_hint(key, codes, scales, scale, hint_bits, hint_scales))
             if keeps_codes:
-                store.put(encode_hint(key, codes, scales, scale, 4), RecordKind.CODES)
+                store.put(encode_packed_hint(key, codes, scales, scale, 4), RecordKind.CODES)
 
 
 def is_diagnostic(sample_id: str, share: float) -> bool:

@@ -11,12 +11,22 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_trace.hints import HintKey, RecordKind, RolloutSample, Site, SiteHint, encode_hint
+from megatron_trace.hints import (
+    HintKey,
+    RecordKind,
+    RolloutSample,
+    ScaleForm,
+    Site,
+    SiteHint,
+    encode_hint,
+)
 from megatron_trace.hints.files import HintFiles
 from megatron_trace.hints.files_writer import HintFilesWriter
 
 # K of the sites that are recorded.
 NUM_VALUES = {Site.FC1: 64, Site.K: 32, Site.V: 32}
+NUM_BITS = {Site.FC1: 1, Site.K: 1, Site.V: 2}
+SCALE_FORMS: dict[Site, ScaleForm] = {Site.FC1: "raw", Site.K: "raw", Site.V: "residue"}
 LAYERS = (2, 3)
 
 
@@ -70,7 +80,8 @@ def recorded_sample(
             codes = torch.randint(16, (rows, num_values), generator=generator).to(torch.uint8)
             scales = torch.randint(127, (rows, num_values // 16), generator=generator)
             scales = scales.to(torch.uint8)
-            hint = encode_hint(key, codes, scales, 0.01 * (layer + 1), 1)
+            form = NUM_BITS[site], SCALE_FORMS[site]
+            hint = encode_hint(key, codes, scales, 0.01 * (layer + 1), *form)
             records[RecordKind.HINT, layer, site] = hint
             if full_codes and site is Site.FC1:
                 full = encode_hint(key, codes, scales, 0.01 * (layer + 1), 4)
@@ -102,8 +113,8 @@ def require_same(files: HintFiles, recorded: RecordedSample) -> None:
     for (kind, _, _), hint in recorded.records.items():
         found = files.get(hint.key, num_rows=expected.num_rows, kind=kind)
         same = (
-            (found.key, found.num_bits, found.global_scale)
-            == (hint.key, hint.num_bits, hint.global_scale)
+            (found.key, found.num_bits, found.scale_form, found.global_scale)
+            == (hint.key, hint.num_bits, hint.scale_form, hint.global_scale)
             and torch.equal(found.payload, hint.payload)
             and torch.equal(found.scale_bytes, hint.scale_bytes)
         )

@@ -20,7 +20,7 @@ from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron_trace.formats import encode, global_scale_from_amax
 from megatron_trace.hints.codec import encode_hint
 from megatron_trace.hints.store import HintStore, RecordKind
-from megatron_trace.hints.types import HintKey, QuantizerSettings, RolloutSample, Site
+from megatron_trace.hints.types import HintKey, QuantizerSettings, RolloutSample, ScaleForm, Site
 from megatron_trace.training.micro_batch import MicroBatch, make_micro_batch
 from megatron_trace.training.model import token_logprobs
 from megatron_trace.training.rounding import PackedRows, Rounding
@@ -97,6 +97,7 @@ def record(
     store: HintStore,
     *,
     num_bits: int = 1,
+    scale_form: ScaleForm = "raw",
     places: Sequence[Place] | None = None,
     codes: bool = False,
 ) -> list[RolloutSample]:
@@ -108,6 +109,7 @@ def record(
         samples: Tokens and routing.
         store: Gets the hints.
         num_bits: Bits of a hint.
+        scale_form: How a hint keeps block scales.
         places: Places to record; None records fc1, k and v of every layer; fc2 on one rank only.
         codes: Whether to store full codes for diagnostics too.
     """
@@ -126,7 +128,7 @@ def record(
             rows = torch.arange(sample.num_rows) * len(samples) + column
             key = HintKey(sample.sample_id, *place, sample.policy_version, sample.settings_digest)
             own = (all_codes[rows], scale_bytes[rows], scale)
-            store.put(encode_hint(key, *own, num_bits))
+            store.put(encode_hint(key, *own, num_bits, scale_form))
             if codes:
                 store.put(encode_hint(key, *own, 4), RecordKind.CODES)
     return [

@@ -50,7 +50,7 @@ def recorded_rounding(
     Args:
         rollout_values: float [N, K]; what the rollout quantised.
         global_scale: Static decode-side scale.
-        num_bits: 1 or 4 bits per value.
+        num_bits: 1, 2 or 4 bits per value.
         has_hint: bool [N], False where the hint is missing; None if every row has one.
         implementation: Kernels that record, and that will guide.
     """

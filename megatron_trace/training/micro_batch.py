@@ -11,9 +11,10 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron_trace.formats import BLOCK_SIZE, unpack_residues
 from megatron_trace.hints.codec import stack_rows
 from megatron_trace.hints.store import HintStore, RecordKind
-from megatron_trace.hints.types import HintKey, RolloutSample, SiteHint
+from megatron_trace.hints.types import HintKey, RolloutSample, ScaleForm, SiteHint
 from megatron_trace.training.rounding import HintRows
 from megatron_trace.training.routing import even_experts
 from megatron_trace.training.shape import Place
@@ -193,7 +194,10 @@ def _hints(
     for place in sites.recorded_places:
         hints = [_get(sample, place, store, RecordKind.HINT, tolerant) for sample in samples]
         if any(hint is not None for hint in hints):
-            rows[place] = _stack(hints, place, sites, positions, sites.trace.hint_bits)
+            trace = sites.trace
+            rows[place] = _stack(
+                hints, place, sites, positions, trace.hint_bits, trace.hint_scales
+            )
     return rows
 
 
@@ -208,7 +212,7 @@ def _codes(
     rows: dict[Place, HintRows] = {}
     for place in places:
         hints = [_get(sample, place, store, RecordKind.CODES, True) for sample in samples]
-        rows[place] = _stack(hints, place, sites, positions, 4)
+        rows[place] = _stack(hints, place, sites, positions, 4, "raw")
     return rows
 
 
@@ -230,6 +234,7 @@ def _stack(
     sites: TraceSites,
     positions: int,
     num_bits: int,
+    scale_form: ScaleForm,
 ) -> HintRows:
     width = sites.shape.row_width(place[1])
     scale = sites.settings.global_scale(*place)
@@ -239,10 +244,15 @@ def _stack(
         for name, got, expected in (
             ("values of a row", hint.num_values, width),
             ("bits per value", hint.num_bits, num_bits),
+            ("form of block scales", hint.scale_form, scale_form),
             ("global scale", hint.global_scale, torch.tensor(scale).item()),
         ):
             if got != expected:
                 raise ValueError(f"hint has {name} {got}, expected {expected} ({hint.key})")
     payload, scale_bytes, present = stack_rows(hints, positions)
-    rows = HintRows(payload.flatten(0, 1), scale_bytes.flatten(0, 1), num_bits, present.flatten())
-    return rows.to(sites.device)
+    payload, scale_bytes, present = (
+        part.flatten(0, 1).to(sites.device) for part in (payload, scale_bytes, present)
+    )
+    if scale_form == "residue":
+        scale_bytes = unpack_residues(scale_bytes, width // BLOCK_SIZE)
+    return HintRows(payload, scale_bytes, num_bits, present, scale_form)

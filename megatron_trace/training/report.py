@@ -196,7 +196,11 @@ class Tally:
         """Adds a comparison of values [N, K] with the rollout's full codes."""
         known, hint = full.has_hint, rounding.hint
         used = hint and UsedHints(
-            hint.has_hint[known], hint.payload[known], hint.scale_bytes[known], hint.num_bits
+            hint.has_hint[known],
+            hint.payload[known],
+            hint.scale_bytes[known],
+            hint.num_bits,
+            restored=hint.scale_form == "restored",
         )
         mismatch = compare_codes(
             values[known],

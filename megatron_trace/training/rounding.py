@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 
@@ -20,6 +21,7 @@ from megatron_trace.formats import (
     guided_codes,
     ops,
     pack_codes,
+    residue_bytes,
     unpack_codes,
 )
 from megatron_trace.hints.guard import accept_rows
@@ -38,24 +40,34 @@ class HintRows:
     """Records of one place in the order of some rows.
 
     Attributes:
-        payload: uint8 [N, A]; packed mantissa bits or packed codes.
-        scale_bytes: uint8 [N, B]; the rollout's E4M3 block scales.
-        num_bits: 1 or 4 bits per value.
+        payload: uint8 [N, A]; packed lowest bits or packed codes.
+        scale_bytes: uint8 [N, B]; the rollout's E4M3 block scales, or their residues, unpacked.
+        num_bits: 1, 2 or 4 bits per value.
         has_hint: bool [N]; False where there is none.
+        scale_form: `raw`: the scales are those of the rollout; `residue`: their residues modulo 8;
+            `restored`: what the residues stand for beside the trainer's values.
     """
 
     payload: torch.Tensor
     scale_bytes: torch.Tensor
     num_bits: int
     has_hint: torch.Tensor
+    scale_form: Literal["raw", "residue", "restored"] = "raw"
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes that a row takes in the store."""
+        num_blocks = self.scale_bytes.shape[-1]
+        scales = num_blocks if self.scale_form == "raw" else residue_bytes(num_blocks)
+        return self.payload.shape[-1] + scales
 
     def to(self, device: torch.device) -> HintRows:
         """Gives the same rows on a device."""
-        return HintRows(
-            self.payload.to(device),
-            self.scale_bytes.to(device),
-            self.num_bits,
-            self.has_hint.to(device),
+        return replace(
+            self,
+            payload=self.payload.to(device),
+            scale_bytes=self.scale_bytes.to(device),
+            has_hint=self.has_hint.to(device),
         )
 
     def moved(self, move: RowMove) -> HintRows:
@@ -66,16 +78,34 @@ class HintRows:
             self, payload=payload, scale_bytes=scale_bytes, has_hint=present.squeeze(-1) != 0
         )
 
-    def accepted(
-        self, values: torch.Tensor, global_scale: float, trace: TraceConfig
-    ) -> torch.Tensor:
-        """Gives bool [N]: which rows have a hint that the guard accepts.
+    def judged(self, values: torch.Tensor, global_scale: float, trace: TraceConfig) -> HintRows:
+        """Gives the hints by which values may be rounded: with block scales, and guarded.
 
         Args:
             values: float [N, K]; the trainer's values.
             global_scale: Static decode-side scale of the place.
             trace: Thresholds of the guard.
         """
+        rows = self._restored(values, global_scale, trace)
+        return replace(rows, has_hint=rows._accepted(values, global_scale, trace))
+
+    def _restored(self, values: torch.Tensor, global_scale: float, trace: TraceConfig) -> HintRows:
+        if self.scale_form != "residue":
+            return self
+        scale_bytes = ops.restored_scales(
+            values,
+            self.payload,
+            self.scale_bytes,
+            global_scale,
+            num_bits=self.num_bits,
+            implementation=trace.implementation,
+        )
+        return replace(self, scale_bytes=scale_bytes, scale_form="restored")
+
+    def _accepted(
+        self, values: torch.Tensor, global_scale: float, trace: TraceConfig
+    ) -> torch.Tensor:
+        """Gives bool [N]: which rows have a hint that the guard accepts."""
         if not trace.guard:
             return self.has_hint
         health = accept_rows(

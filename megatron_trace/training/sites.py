@@ -17,7 +17,7 @@ from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 
 from megatron_trace.config import TraceConfig
 from megatron_trace.formats import BLOCK_SIZE, ops
-from megatron_trace.hints.types import QuantizerSettings, Site
+from megatron_trace.hints.types import QuantizerSettings, ScaleForm, Site
 from megatron_trace.training.audit import foreign_quantisers, unexpected_quantising
 from megatron_trace.training.report import Tally, TraceReport
 from megatron_trace.training.rounding import (
@@ -313,19 +313,22 @@ class TraceSites:
         micro_batch = self._scope_at(place).micro_batch
         hint, codes = (known.get(place) for known in (micro_batch.hints, micro_batch.codes))
         if place in self.recorded_places:
-            hint = hint or self._no_hints(place, micro_batch, self.trace.hint_bits)
+            bits, form = self.trace.hint_bits, self.trace.hint_scales
+            hint = hint or self._no_hints(place, micro_batch, bits, form)
         if not self.diagnostics:
             codes = None
         elif place in self._hint_places:
-            codes = codes or self._no_hints(place, micro_batch, 4)
+            codes = codes or self._no_hints(place, micro_batch, 4, "raw")
         elif dispatcher.ep_size > 1:
             codes = None
         experts = micro_batch.routing[self.shape.moe_layers.index(place[0])]
         return dispatched_slots(dispatcher, experts, micro_batch.valid.flatten(), hint, codes)
 
-    def _no_hints(self, place: Place, micro_batch: MicroBatch, num_bits: int) -> HintRows:
+    def _no_hints(
+        self, place: Place, micro_batch: MicroBatch, num_bits: int, scale_form: ScaleForm
+    ) -> HintRows:
         width = self.shape.row_width(place[1])
-        return no_slot_hints(micro_batch.valid.numel(), width, num_bits, self.device)
+        return no_slot_hints(micro_batch.valid.numel(), width, num_bits, scale_form, self.device)
 
     def slot_rounding(
         self,
@@ -362,8 +365,8 @@ class TraceSites:
         rounding = self._to_nearest(place)
         hint = None if slots is None else slots.hint
         if hint is not None:
-            accepted = hint.accepted(rows, rounding.global_scale, self.trace)
-            rounding = replace(rounding, hint=replace(hint, has_hint=accepted))
+            hint = hint.judged(rows, rounding.global_scale, self.trace)
+            rounding = replace(rounding, hint=hint)
         self.count_call(*place)
         if scope.first_time((place, expert)):
             self._tally.add_slots(place, rows, rounding, slots)
@@ -402,8 +405,7 @@ class TraceSites:
             require_finite(values, place_name(place), micro_batch.row_name)
         hint = micro_batch.hints.get(place)
         if hint is not None:
-            accepted = hint.accepted(values, plain.global_scale, self.trace)
-            hint = replace(hint, has_hint=accepted)
+            hint = hint.judged(values, plain.global_scale, self.trace)
         rounding = replace(plain, hint=hint)
         if scope.first_time(place):
             recorded = place in self.recorded_places

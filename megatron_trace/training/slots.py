@@ -11,13 +11,14 @@ A payload bytes and B blocks of one slot.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 
 from megatron_trace.formats import BLOCK_SIZE
+from megatron_trace.hints.types import ScaleForm
 from megatron_trace.training.dispatch import dispatch_slot_rows
 from megatron_trace.training.rounding import HintRows, move_together
 
@@ -45,7 +46,11 @@ class SlotRows:
 
 
 def no_slot_hints(
-    num_tokens: int, num_values: int, num_bits: int, device: torch.device
+    num_tokens: int,
+    num_values: int,
+    num_bits: int,
+    scale_form: ScaleForm,
+    device: torch.device,
 ) -> HintRows:
     """Gives the rows [T, ...] of tokens that have no hint.
 
@@ -53,6 +58,7 @@ def no_slot_hints(
         num_tokens: T.
         num_values: Values of a token's row.
         num_bits: Bits per value.
+        scale_form: Form of the block scales of rows that other ranks have.
         device: Where the rows are.
     """
 
@@ -64,6 +70,7 @@ def no_slot_hints(
         zeros(num_tokens, num_values // BLOCK_SIZE),
         num_bits,
         zeros(num_tokens, dtype=torch.bool),
+        scale_form,
     )
 
 
@@ -101,7 +108,12 @@ def dispatched_slots(
     arrived = [flag.squeeze(-1) != 0 for flag in moved[: len(flags)]]
     bytes_of = moved[len(flags) :]
     found = iter(
-        HintRows(bytes_of[2 * i], bytes_of[2 * i + 1], rows.num_bits, arrived[1 + i])
+        replace(
+            rows,
+            payload=bytes_of[2 * i],
+            scale_bytes=bytes_of[2 * i + 1],
+            has_hint=arrived[1 + i],
+        )
         for i, rows in enumerate(given)
     )
     return SlotRows(
@@ -123,6 +135,6 @@ def _split(rows: HintRows | None, sizes: Sequence[int]) -> list[HintRows] | list
         return [None] * len(sizes)
     parts = [part.split(list(sizes)) for part in (rows.payload, rows.scale_bytes, rows.has_hint)]
     return [
-        HintRows(payload, scale_bytes, rows.num_bits, has_hint)
+        replace(rows, payload=payload, scale_bytes=scale_bytes, has_hint=has_hint)
         for payload, scale_bytes, has_hint in zip(*parts, strict=True)
     ]

@@ -14,6 +14,7 @@ from megatron_trace.config import TraceConfig
 EVERY_FLAG = """
     --trace-method qat
     --trace-hint-bits 4
+    --trace-hint-scales residue
     --trace-hint-layers 1,3
     --trace-hint-sites fc1 fc2 v
     --trace-missing-hints rtn
@@ -29,6 +30,7 @@ EVERY_FLAG = """
 EVERY_FIELD_CHANGED = TraceConfig(
     method="qat",
     hint_bits=4,
+    hint_scales="residue",
     hint_layers="1,3",
     hint_sites=("fc1", "fc2", "v"),
     missing_hints="rtn",
@@ -101,8 +103,10 @@ def test_help_is_the_text_of_the_docstring() -> None:
 
 
 def test_value_that_the_config_refuses_is_refused() -> None:
-    with pytest.raises(ValueError, match="hint_bits must be 1 or 4; got 2"):
-        parsed("--trace-hint-bits", "2")
+    with pytest.raises(ValueError, match="hint_bits must be 1, 2 or 4; got 3"):
+        parsed("--trace-hint-bits", "3")
+    with pytest.raises(ValueError, match="hint_scales must be raw or residue; got 'delta'"):
+        TraceConfig(hint_scales="delta")  # pyright: ignore[reportArgumentType]
 
 
 def test_unknown_choice_names_the_choices(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from megatron_trace.formats import encode, pack_bits, pack_codes
+from megatron_trace.formats import encode, pack_hint, residues
 from megatron_trace.metrics import CodeMismatch, UsedHints, compare_codes, logprob_gap
 
 
@@ -80,7 +80,7 @@ def _compare(values, codes, *, num_bits=1, scale_byte=ONE, guided=True):
 
 
 def _hints(codes, scale_bytes, num_bits, rows=None):
-    payload = pack_bits(codes) if num_bits == 1 else pack_codes(codes)
+    payload = pack_hint(codes, num_bits)
     if rows is None:
         rows = torch.ones(len(codes), dtype=torch.bool)
     return UsedHints(rows, payload, scale_bytes, num_bits)
@@ -90,7 +90,7 @@ def _hints(codes, scale_bytes, num_bits, rows=None):
 LARGEST = ([6.0], [7])
 
 
-@pytest.mark.parametrize("num_bits", [1, 4])
+@pytest.mark.parametrize("num_bits", [1, 2, 4])
 def test_codes_within_the_bracket_are_reached(num_bits):
     # 2.49 rounds to 2 (code 4) and 2.51 to 3 (code 5); the rollout had it the other way round.
     counts = _compare([6.0, 2.49, -2.51], [7, 5, 8 | 4], num_bits=num_bits)
@@ -98,7 +98,7 @@ def test_codes_within_the_bracket_are_reached(num_bits):
     assert counts.guided_different == 0
 
 
-@pytest.mark.parametrize("num_bits", [1, 4])
+@pytest.mark.parametrize("num_bits", [1, 2, 4])
 def test_a_magnitude_outside_of_the_bracket_is_named_so(num_bits):
     # 1.2 lies between codes 2 and 3; the rollout had 2 (code 4).
     counts = _compare([6.0, 1.2], [7, 4], num_bits=num_bits)
@@ -138,7 +138,7 @@ def test_rows_that_were_not_guided_count_for_rounding_to_nearest_only():
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.003, 0.03, 0.5])
-@pytest.mark.parametrize("num_bits", [1, 4])
+@pytest.mark.parametrize("num_bits", [1, 2, 4])
 def test_every_mismatch_under_noise_has_a_class(noise, num_bits):
     generator = torch.Generator().manual_seed(0)
     rolled = torch.randn(256, 128, generator=generator)
@@ -153,7 +153,22 @@ def test_every_mismatch_under_noise_has_a_class(noise, num_bits):
     assert counts.guided_different <= counts.rtn_different
 
 
-@pytest.mark.parametrize("num_bits", [1, 4])
+@pytest.mark.parametrize("noise", [0.03, 0.3])
+def test_block_scales_that_residues_cannot_restore_are_named_so(noise):
+    generator = torch.Generator().manual_seed(0)
+    rolled = torch.randn(256, 128, generator=generator)
+    trained = rolled + noise * torch.randn(256, 128, generator=generator)
+    codes, scale_bytes = encode(rolled, 2.0**-8)
+    hint, of_scales = residues.to_residues(pack_hint(codes, 1), scale_bytes, num_bits=1)
+    restored = residues.restored(trained, hint, of_scales, 2.0**-8, num_bits=1)
+    used = UsedHints(torch.ones(256, dtype=torch.bool), hint, restored, 1, restored=True)
+    counts = compare_codes(trained, codes, scale_bytes, 2.0**-8, used)
+    assert counts.misread_scale == 16 * int((restored != scale_bytes).sum())
+    assert (counts.misread_scale > 0) == (noise == 0.3)
+    assert counts.unexplained == 0
+
+
+@pytest.mark.parametrize("num_bits", [1, 2, 4])
 def test_hints_of_other_rows_are_unexplained(num_bits):
     x = torch.randn(64, 128, generator=torch.Generator().manual_seed(0))
     codes, scale_bytes = encode(x, 2.0**-8)

@@ -26,7 +26,7 @@ def test_rtn_passes_every_gradient_on_unchanged(x: torch.Tensor) -> None:
     assert_same_bytes(y.detach(), reference.rtn(x.detach(), 0.0005), "values")
 
 
-@pytest.mark.parametrize("num_bits", [1, 4])
+@pytest.mark.parametrize("num_bits", [1, 2, 4])
 def test_guided_passes_every_gradient_on_unchanged(x: torch.Tensor, num_bits: int) -> None:
     _, hint, scale_bytes = ops.rtn_record(x, 0.0005, num_bits=num_bits)
     # A zero block gives zeros, and the gradient passes all the same.

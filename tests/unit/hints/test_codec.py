@@ -12,7 +12,9 @@ from megatron_trace.hints import (
     SiteHint,
     decode_bits,
     decode_codes,
+    decode_residues,
     encode_hint,
+    encode_packed_hint,
     payload_bits,
     stack_rows,
 )
@@ -29,6 +31,21 @@ def codes_and_scales(
         127, (rows, num_values // 16), generator=generator, dtype=torch.uint8
     )
     return codes, scale_bytes
+
+
+def recorded(
+    rows: int, num_values: int, seed: int = 0
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gives values, some of whose blocks are zeros, with the quantiser's codes and scales."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, num_values, generator=generator)
+    x *= (
+        torch.exp(3 * torch.randn(rows, num_values // 16, 1, generator=generator))
+        .expand(-1, -1, 16)
+        .reshape(rows, num_values)
+    )
+    x[:, :16] = torch.where(torch.arange(rows).unsqueeze(1) % 3 == 0, 0.0, x[:, :16])
+    return x, *formats.encode(x, 0.01)
 
 
 def indexed_hint(sample: int, rows: int, num_blocks: int = 2, num_bits: int = 1) -> SiteHint:
@@ -62,19 +79,81 @@ def test_one_bit_returns_every_mantissa_bit_and_scale(rows: int, num_values: int
     assert torch.equal(hint.scale_bytes, scale_bytes)
 
 
+@pytest.mark.parametrize("rows", [0, 1, 5])
+@pytest.mark.parametrize("num_values", [16, 32, 208])
+def test_two_bits_return_the_two_lowest_bits_of_every_code(rows: int, num_values: int) -> None:
+    codes, scale_bytes = codes_and_scales(rows, num_values)
+    hint = encode_hint(KEY, codes, scale_bytes, 0.25, 2)
+    assert torch.equal(formats.unpack_pairs(hint.payload), codes & 3)
+    assert torch.equal(decode_bits(hint), codes & 1)
+
+
+@pytest.mark.parametrize("num_bits", [1, 2, 4])
+@pytest.mark.parametrize("num_values", [16, 64, 128, 208])
+def test_residues_return_every_scale_beside_the_same_values(num_bits: int, num_values: int) -> None:
+    x, codes, scale_bytes = recorded(7, num_values)
+    hint = encode_hint(KEY, codes, scale_bytes, 0.01, num_bits, "residue")
+    assert torch.equal(decode_residues(hint), scale_bytes & 7)
+    assert torch.equal(decode_bits(hint), codes & 1)
+    assert (hint.num_rows, hint.num_values) == (7, num_values)
+    found = formats.ops.restored_scales(
+        x, hint.payload, decode_residues(hint), hint.global_scale, num_bits=num_bits
+    )
+    assert torch.equal(found, scale_bytes)
+
+
+@pytest.mark.parametrize("scale_form", ["raw", "residue"])
+@pytest.mark.parametrize("num_bits", [1, 2, 4])
+def test_packed_codes_give_the_same_hint(num_bits: int, scale_form) -> None:
+    _, codes, scale_bytes = recorded(5, 64)
+    hint = encode_hint(KEY, codes, scale_bytes, 0.25, num_bits, scale_form)
+    packed_codes = formats.pack_codes(codes)
+    other = encode_packed_hint(KEY, packed_codes, scale_bytes, 0.25, num_bits, scale_form)
+    assert torch.equal(hint.payload, other.payload)
+    assert torch.equal(hint.scale_bytes, other.scale_bytes)
+    packed_codes.zero_()
+    assert torch.equal(hint.payload, other.payload), "the hint shares the recorder's memory"
+
+
+def test_residues_of_a_raw_hint_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"holds raw block scales, no residues .*sample s0"):
+        decode_residues(indexed_hint(0, 2))
+
+
+def test_a_block_that_residues_cannot_tell_names_its_place() -> None:
+    codes, scale_bytes = torch.zeros(2, 32, dtype=torch.uint8), torch.full((2, 2), 16)
+    with pytest.raises(ValueError, match=r"block \[0, 0\] .*hint_scales=raw.*layer 3, site fc1"):
+        encode_hint(KEY, codes, scale_bytes.to(torch.uint8), 1.0, 1, "residue")
+
+
+def test_other_forms_of_block_scales_are_refused() -> None:
+    with pytest.raises(ValueError, match="scale_form must be raw or residue; got 'delta'"):
+        encode_hint(KEY, *codes_and_scales(1, 16), 1.0, 1, "delta")
+
+
 def test_hint_equals_what_the_recording_quantiser_gives() -> None:
     x = torch.randn(4, 64, generator=torch.Generator().manual_seed(1))
     codes, scale_bytes = formats.encode(x, 0.01)
-    for num_bits in (1, 4):
+    for num_bits in (1, 2, 4):
         _, payload, recorded_scales = formats.ops.rtn_record(x, 0.01, num_bits=num_bits)
         hint = encode_hint(KEY, codes, scale_bytes, 0.01, num_bits)
         assert torch.equal(hint.payload, payload), f"{num_bits} bit"
         assert torch.equal(hint.scale_bytes, recorded_scales)
 
 
-@pytest.mark.parametrize(("num_bits", "bits_per_value"), [(1, 1.5), (4, 4.5)])
-def test_bytes_of_a_hint(num_bits: int, bits_per_value: float) -> None:
-    hint = encode_hint(KEY, *codes_and_scales(10, 128), 1.0, num_bits)
+@pytest.mark.parametrize(
+    ("num_bits", "scale_form", "bits_per_value"),
+    [
+        (1, "raw", 1.5),
+        (2, "raw", 2.5),
+        (4, "raw", 4.5),
+        (1, "residue", 1.1875),
+        (2, "residue", 2.1875),
+        (4, "residue", 4.1875),
+    ],
+)
+def test_bytes_of_a_hint(num_bits: int, scale_form, bits_per_value: float) -> None:
+    hint = encode_hint(KEY, *codes_and_scales(10, 128), 1.0, num_bits, scale_form)
     assert hint.num_bytes == 10 * 128 * bits_per_value / 8
 
 
@@ -136,13 +215,13 @@ def test_shapes_that_disagree_are_refused() -> None:
 
 
 def test_other_numbers_of_bits_are_refused() -> None:
-    with pytest.raises(ValueError, match="num_bits must be 1 or 4; got 2"):
-        encode_hint(KEY, *codes_and_scales(1, 16), 1.0, 2)
-    with pytest.raises(ValueError, match="num_bits must be 1 or 4; got 2"):
-        payload_bits(torch.zeros(1, 2, dtype=torch.uint8), 2)
+    with pytest.raises(ValueError, match="num_bits must be 1, 2 or 4; got 3"):
+        encode_hint(KEY, *codes_and_scales(1, 16), 1.0, 3)
+    with pytest.raises(ValueError, match="num_bits must be 1, 2 or 4; got 3"):
+        payload_bits(torch.zeros(1, 2, dtype=torch.uint8), 3)
 
 
-@pytest.mark.parametrize("num_bits", [1, 4])
+@pytest.mark.parametrize("num_bits", [1, 2, 4])
 def test_stacked_rows_stand_at_their_position_and_sample(num_bits: int) -> None:
     lengths = [3, 0, 5, None, 1]
     hints = [
@@ -160,6 +239,20 @@ def test_stacked_rows_stand_at_their_position_and_sample(num_bits: int) -> None:
             assert valid[position, sample].item() == held, place
             assert (payload[position, sample] == expected).all(), place
             assert (scale_bytes[position, sample] == expected).all(), place
+
+
+def test_stacked_residues_stay_packed() -> None:
+    hints = [
+        encode_hint(KEY, *codes_and_scales(rows, 80, seed=rows), 0.5, 2, "residue")
+        for rows in (3, 5)
+    ]
+    payload, packed, valid = stack_rows(hints, 6)
+    assert (payload.shape[-1], packed.shape[-1]) == (20, 2)
+    for column, hint in enumerate(hints):
+        assert torch.equal(packed[: hint.num_rows, column], hint.scale_bytes)
+        assert valid[:, column].sum() == hint.num_rows
+    with pytest.raises(ValueError, match=r"must agree in .* form of the block scales"):
+        stack_rows([hints[0], encode_hint(KEY, *codes_and_scales(3, 80), 0.5, 2)], 6)
 
 
 def test_stacking_no_hint_at_all_is_refused() -> None:

@@ -135,9 +135,13 @@ def test_sample_as_json_has_every_block(folder: Path, program, capsys) -> None:
     assert program.main([str(folder), "--sample", "s1", "--site", "v", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["shown"]["layer"] == 2
-    assert report["shown"]["num_bits"] == 1
+    assert (report["shown"]["num_bits"], report["shown"]["scale_form"]) == (2, "residue")
     assert [len(row.get("values", [])) for row in report["rows"]] == [2] * 6 + [0]
     assert len(report["rows"][0]["values"][0]) == 16
+    assert set("".join(report["rows"][0]["values"])) <= set("0123")
+    assert all(
+        len(scale) == 1 and scale in "01234567" for scale in report["rows"][0]["scale_bytes"]
+    )
     assert [row["logprob"] is None for row in report["rows"]] == [True] * 3 + [False] * 4
     assert len(report["records"]) == 6
 

@@ -118,6 +118,14 @@ def test_full_codes_of_one_bit_are_refused() -> None:
     assert store.sample_ids() == ()
 
 
+def test_full_codes_with_residues_are_refused() -> None:
+    codes = dataclasses.replace(
+        hint_for(num_bits=4), scale_form="residue", scale_bytes=torch.zeros(5, 1, dtype=torch.uint8)
+    )
+    with pytest.raises(ValueError, match="full codes need raw block scales; got residue"):
+        HintStore().put(codes, RecordKind.CODES)
+
+
 def test_bytes_and_length_count_both_kinds() -> None:
     store = stored(hint_for(), hint_for(key_with(site=Site.K)))
     store.put(hint_for(num_bits=4), RecordKind.CODES)

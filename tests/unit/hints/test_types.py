@@ -39,6 +39,7 @@ SAMPLE = RolloutSample(
         {"block_size": 32},
         {"prefill_attends_to": "fresh"},
         {"operand_dtype": "float32"},
+        {"power_of_two_scales": True},
         {"model_id": "other"},
     ],
     ids=lambda change: str(change),
@@ -54,6 +55,7 @@ def test_every_setting_is_part_of_the_digest_test() -> None:
         "block_size",
         "prefill_attends_to",
         "operand_dtype",
+        "power_of_two_scales",
         "model_id",
     }, "add the new setting to the changes of the test above"
 
@@ -82,7 +84,10 @@ def test_global_scale_must_be_finite_and_positive(scale: float) -> None:
         ({"payload": HINT.payload.int()}, "payload must be uint8"),
         ({"scale_bytes": HINT.scale_bytes[0]}, "scale_bytes must be uint8"),
         ({"num_bits": 4}, r"payload must be \(5, 16\)"),
-        ({"num_bits": 3}, "num_bits must be 1 or 4; got 3"),
+        ({"num_bits": 2}, r"payload must be \(5, 8\)"),
+        ({"scale_form": "residue"}, r"residues must be \(5, 1\) for 5 rows .* got \(5, 2\)"),
+        ({"scale_form": "delta"}, "scale_form must be raw or residue; got 'delta'"),
+        ({"num_bits": 3}, "num_bits must be 1, 2 or 4; got 3"),
     ],
 )
 def test_hint_whose_parts_disagree_is_refused(change: dict, message: str) -> None:

@@ -35,7 +35,7 @@ def _values(micro_batch, width=128, seed=1):
     return torch.randn(*micro_batch.valid.shape, width, generator=generator)
 
 
-@pytest.mark.parametrize("num_bits", [1, 4])
+@pytest.mark.parametrize("num_bits", [1, 2, 4])
 @pytest.mark.parametrize(
     "guard", [{"guard": False}, {"guard_max_far_blocks": 1.0, "guard_min_parity_agreement": 0.0}]
 )
@@ -130,11 +130,11 @@ def test_rows_that_the_guard_refuses_are_rounded_to_nearest_and_counted(build, r
     counts = sites.report().sites[Site.FC1]
     assert counts.guided + counts.rejected == REAL_ROWS
     assert counts.rejected > 0.9 * REAL_ROWS
-    accepted = micro_batch.hints[FC1].accepted(
+    judged = micro_batch.hints[FC1].judged(
         x.flatten(0, 1), rolled.settings.global_scale(*FC1), sites.trace
     )
     nearest = reference.rtn(x, rolled.settings.global_scale(*FC1), dtype=torch.bfloat16)
-    refused = ~accepted.view(micro_batch.valid.shape)
+    refused = ~judged.has_hint.view(micro_batch.valid.shape)
     assert_same_bytes(got[refused], nearest[refused], "refused rows")
 
 

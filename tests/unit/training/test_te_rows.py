@@ -123,7 +123,7 @@ def test_a_strided_input_is_refused() -> None:
         LinearCall("fc1", _values()[:, ::2], Rounding(SCALE))
 
 
-@pytest.mark.parametrize("num_bits", [1, 4])
+@pytest.mark.parametrize("num_bits", [1, 2, 4])
 def test_padded_parts_are_rounded_by_their_own_hints(num_bits: int) -> None:
     values = _values()
     rounding = _rounding(values, num_bits=num_bits)
