@@ -16,6 +16,7 @@ import torch
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from modelopt.torch.quantization.nn import QuantModule, QuantModuleRegistry, TensorQuantizer
 from modelopt.torch.quantization.nn.modules.tensor_quantizer import register_quant_backend
+from torch.utils.hooks import RemovableHandle
 
 from megatron_trace import compat
 from megatron_trace.formats import global_scale_from_amax
@@ -106,14 +107,17 @@ def insert_quantisers(
 
 
 def collect_amax(
-    model: HybridModel, layers: Iterable[DecoderLayer], forward_loop: Callable[[Any], None]
+    model: HybridModel, layers: Sequence[DecoderLayer], forward_loop: Callable[[Any], None]
 ) -> None:
     """Lets ModelOpt collect the amax of the activations anew.
 
     Args:
         model: Model of the engine, with quantisers and unquantised weights.
         layers: Its decoder layers.
-        forward_loop: Runs the calibration tokens through the model.
+        forward_loop: Runs the calibration tokens through the model, [B, S] at a time.
+
+    Raises:
+        RuntimeError: An activation is NaN or Inf; names layer, site and sequence.
     """
     quantisers = [
         quantiser
@@ -123,13 +127,49 @@ def collect_amax(
     ]
     for quantiser in quantisers:
         quantiser.reset_amax()
+    checks = _finite_checks(model, layers)
     try:
         mtq.calibrate(model, "max", cast("Any", forward_loop))
     finally:
+        for check in checks:
+            check.remove()
         compat.restore_linear_functions()
         for quantiser in quantisers:
             quantiser.enable_quant()
             quantiser.disable_calib()
+
+
+def _finite_checks(model: HybridModel, layers: Iterable[DecoderLayer]) -> list[RemovableHandle]:
+    """Lets every quantiser check its input; ModelOpt would stop too, but not say where."""
+    num_sequences: list[int] = []
+
+    def note_batch(_: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+        num_sequences.append(args[0].shape[0])
+
+    def check(layer: DecoderLayer, site: Site, expert: int, _: Any, args: Any) -> None:
+        (x,) = args
+        if torch.isfinite(x).all():
+            return
+        rows = x if site == Site.FC2 else x.flatten(0, 1).flatten(1)
+        token = int((~torch.isfinite(rows)).any(-1).nonzero()[0])
+        if site == Site.FC2:
+            token = cast("EngineMoELayer", layer.moe).token_of_row(expert, token)
+        position, sequence = divmod(token, num_sequences[-1])
+        raise RuntimeError(
+            f"NaN or Inf activation in the calibration at layer {layer.index}, site {site}, batch "
+            f"{len(num_sequences) - 1}, sequence {sequence}, position {position}; check the "
+            "weights that were loaded"
+        )
+
+    return [
+        model.register_forward_pre_hook(note_batch),
+        *(
+            quantiser.register_forward_pre_hook(partial(check, layer, site, expert))
+            for layer in layers
+            for site, by_expert in site_quantisers(layer).items()
+            for expert, quantiser in by_expert.items()
+        ),
+    ]
 
 
 def site_quantisers(layer: DecoderLayer) -> dict[Site, dict[int, TensorQuantizer]]:

@@ -100,6 +100,32 @@ def test_calibration_that_fails_can_be_repeated(engine, weights):
     roll_out(engine, random_prompts(2))
 
 
+EMBEDDING = "embedding.word_embeddings.weight"
+EXPERT = "decoder.layers.1.mlp.experts.local_experts.0.linear_fc1.weight"
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize(
+    ("name", "row", "place"),
+    [
+        (EMBEDDING, 7, r"layer 0, site k, batch 1, sequence 2, position 1;"),
+        (EXPERT, slice(None), r"layer 0, site fc2, batch 0, sequence \d, position \d;"),
+    ],
+    ids=["embedding", "expert"],
+)
+def test_a_value_that_is_not_finite_is_named_and_calibration_can_be_repeated(
+    engine, weights, name, row, place, value
+):
+    expected = _calibrate(engine, weights, calibration_tokens())
+    poisoned = weights | {name: weights[name].clone()}
+    poisoned[name][row] = value
+    batches = [torch.arange(5).repeat(4, 1), torch.arange(5).repeat(4, 1)]
+    batches[1][2, 1] = 7
+    with pytest.raises(RuntimeError, match=f"NaN or Inf activation in the calibration at {place}"):
+        _calibrate(engine, poisoned, batches)
+    assert _calibrate(engine, weights, calibration_tokens()) == expected
+
+
 def test_calibration_needs_unquantised_weights(engine, weights):
     _calibrate(engine, weights, calibration_tokens())
     engine.push_weights(weights, 0)
