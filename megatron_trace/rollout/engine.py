@@ -300,6 +300,7 @@ class RolloutEngine:
                 records,
                 self._settings.global_scales,
                 hint_bits=self.trace.hint_bits,
+                hint_scales=self.trace.hint_scales,
                 hint_sites=self._hint_sites(),
                 diagnostic_share=self.trace.diagnostic_share,
             )
