@@ -1,0 +1,242 @@
+"""NVFP4 on tiles of octets in Triton: every float dtype, every global scale.
+
+Legend: as `kernels`.
+
+How the rules of `reference` are met:
+* Rounding to the ladder is one addition of a bias, as there. The biased sum holds the parity of the
+  code in its lowest bit.
+* Divisions are correctly rounded.
+* Casts to and from E4M3 are arithmetic, so that Triton's interpreter agrees: its own cast loses the
+  carry of the mantissa, and does not know NaN. Its cast to BF16 truncates, unlike that of a GPU.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+_EXPONENT_MASK: tl.constexpr = tl.constexpr(0x7F800000)
+_SIGN_MASK: tl.constexpr = tl.constexpr(-(1 << 31))
+# An FP32 power of two p, plus 1.5 * 2^22 * p, rounds to multiples of p / 2; 2^20, of p / 8.
+_LADDER_BIAS: tl.constexpr = tl.constexpr(1.5 * 2.0**22)
+_LADDER_BIAS_BITS: tl.constexpr = tl.constexpr((22 << 23) | (1 << 22))
+_E4M3_BIAS: tl.constexpr = tl.constexpr(1.5 * 2.0**20)
+_E4M3_BIAS_BITS: tl.constexpr = tl.constexpr((20 << 23) | (1 << 22))
+
+
+@triton.jit
+def rounded_octets(x, global_scale, NUM_BITS: tl.constexpr, T: tl.constexpr):
+    """Gives x [T, 8] rounded to nearest under its own block scales.
+
+    Args:
+        x: float [T, 8].
+        global_scale: FP32.
+        NUM_BITS: 1 or 4.
+        T: Octets.
+
+    Returns:
+        y: FP32 [T, 8].
+        word: int32 [T]; 8 mantissa bits, or 8 codes.
+        byte: int32 [T], E4M3.
+    """
+    x = tl.reshape(x, (T // 2, 2, 8))
+    nearest, biased, power, effective, zero, byte = nearest_octets(x.to(tl.float32), global_scale)
+    sign_bits = sign_bits_of(x)
+    y = dequantised(nearest, sign_bits, effective, zero)
+
+    biased = biased.to(tl.int32, bitcast=True)
+    column = tl.arange(0, 8)[None, None, :]
+    if NUM_BITS == 1:
+        word = tl.sum((biased & 1) << column, axis=2)
+    else:
+        power = power.to(tl.int32, bitcast=True)
+        # Steps of p / 2 from code 0, 2 or 4, for p = 1, 2 or 4.
+        index = biased - power - _LADDER_BIAS_BITS + (power >> 22) - 254
+        word = tl.sum((index | ((sign_bits >> 28) & 8)) << (4 * column), axis=2)
+    word = tl.reshape(tl.where(tl.reshape(zero, (T // 2, 1)), 0, word), (T,))
+    byte = tl.reshape(tl.broadcast_to(byte, (T // 2, 2, 1)), (T,))
+    return tl.reshape(y, (T, 8)), word, byte
+
+
+@triton.jit
+def guided_octets(x, word, byte, global_scale, NUM_BITS: tl.constexpr):
+    """Gives x [T, 8] guided by the hint and the block scale of its octets.
+
+    Args:
+        x: float [T, 8].
+        word: int32 [T]; 8 mantissa bits, or 8 codes.
+        byte: int32 [T], E4M3.
+        global_scale: FP32.
+        NUM_BITS: 1 or 4.
+
+    Returns:
+        FP32 [T, 8].
+    """
+    word = word[:, None]
+    effective = (_block_scale_value(byte) * global_scale)[:, None]
+    zero = (byte[:, None] == 0) | (effective == 0)
+    effective = tl.where(zero, 0.0, effective)
+    # A NaN is passed on, but not by a block of zeros.
+    magnitude = tl.where(zero, 0.0, tl.abs(x.to(tl.float32)))
+    # From 4 on the candidates are 4 and 6, so that 5 may stand for all values beyond.
+    a = _quotient(magnitude, effective)
+    a = tl.minimum(a, 5.0, propagate_nan=tl.PropagateNan.ALL)
+    lower, upper, power = _candidates(a)
+    column = tl.arange(0, 8)[None, :]
+    sign_bits = sign_bits_of(x)
+    if NUM_BITS == 1:
+        # The lowest bit of a biased candidate is its mantissa bit.
+        lower_bits = lower.to(tl.int32, bitcast=True)
+        takes_upper = (((lower_bits << column) ^ word) & (1 << column)) != 0
+    else:
+        # Beyond a, on its side of 0, lies the upper candidate or what is nearest to it.
+        wanted = _ladder_value((word >> (4 * column)) & 7).to(tl.int32, bitcast=True)
+        wanted |= ((word << (28 - 4 * column)) ^ sign_bits) & _SIGN_MASK
+        takes_upper = wanted.to(tl.float32, bitcast=True) > a
+    chosen = tl.fma(power, -_LADDER_BIAS, tl.where(takes_upper, upper, lower))
+    return dequantised(chosen, sign_bits, effective, zero)
+
+
+@triton.jit
+def octets_of_program(num_octets, T: tl.constexpr, TILES: tl.constexpr):
+    """Gives the first octet of this program, int64, and how many there are from it on, int32."""
+    first = tl.program_id(0).to(tl.int64) * (T * TILES)
+    return first, tl.minimum(num_octets - first, T * TILES).to(tl.int32)
+
+
+@triton.jit
+def load_tile(x_ptr, left, tile, T: tl.constexpr):
+    octets = tl.arange(0, T)[:, None] + tile * T
+    return tl.load(x_ptr + octets * 8 + tl.arange(0, 8)[None, :], mask=octets < left, other=0.0)
+
+
+@triton.jit
+def store_tile(y_ptr, y, left, tile, T: tl.constexpr):
+    octets = tl.arange(0, T)[:, None] + tile * T
+    y = tl.reshape(y, (T, 8)).to(y_ptr.dtype.element_ty)
+    tl.store(y_ptr + octets * 8 + tl.arange(0, 8)[None, :], y, mask=octets < left)
+
+
+@triton.jit
+def load_hint(hint_ptr, scale_bytes_ptr, left, tile, T: tl.constexpr):
+    octets = tl.arange(0, T) + tile * T
+    word = tl.load(hint_ptr + octets, mask=octets < left, other=0).to(tl.int32)
+    byte = tl.load(scale_bytes_ptr + octets // 2, mask=octets < left, other=0).to(tl.int32)
+    return word, byte
+
+
+@triton.jit
+def store_hint(hint_ptr, scale_bytes_ptr, word, byte, left, tile, T: tl.constexpr):
+    octets = tl.arange(0, T) + tile * T
+    mask = octets < left
+    tl.store(hint_ptr + octets, word.to(hint_ptr.dtype.element_ty), mask=mask)
+    # Both octets of a block know its byte; the even one stores it.
+    tl.store(scale_bytes_ptr + octets // 2, byte.to(tl.uint8), mask=mask & (octets % 2 == 0))
+
+
+@triton.jit
+def nearest_octets(x, global_scale):
+    """Gives x [T / 2, 2, 8] rounded to nearest under its own block scales.
+
+    Returns:
+        nearest: [T / 2, 2, 8] magnitudes on the ladder.
+        biased, power: [T / 2, 2, 8], see `_round_to_ladder`.
+        effective: [T / 2, 1, 1] effective scales, 0 where `zero`.
+        zero: [T / 2, 1, 1], whether the block is one of zeros.
+        byte: int32 [T / 2, 1, 1] E4M3.
+    """
+    magnitude = tl.abs(x)
+    amax = tl.reduce(magnitude, 2, _max, keep_dims=True)
+    amax = tl.reduce(amax, 1, _max, keep_dims=True)
+    block_scale, byte = _block_scale(amax, global_scale)
+    effective = block_scale * global_scale
+    zero = (amax == 0) | (effective == 0)
+    effective = tl.where(zero, 0.0, effective)
+    a = _quotient(magnitude, effective)
+    # Not tl.minimum: a NaN is to become 6, in the interpreter too.
+    nearest, biased, power = _round_to_ladder(tl.where(a < 6.0, a, 6.0))
+    return nearest, biased, power, effective, zero, tl.where(zero, 0, byte)
+
+
+@triton.jit
+def _block_scale(amax, global_scale):
+    """Gives the E4M3 block scale as FP32, and as int32 byte."""
+    scale = _quotient(amax, global_scale * 6.0)
+    scale = tl.minimum(scale, 448.0, propagate_nan=tl.PropagateNan.ALL)
+    scale = tl.maximum(scale, 0.001953125, propagate_nan=tl.PropagateNan.ALL)
+    exponent = scale.to(tl.int32, bitcast=True) & _EXPONENT_MASK
+    power = tl.maximum(exponent.to(tl.float32, bitcast=True), 0.015625)
+    biased = tl.fma(power, _E4M3_BIAS, scale)
+    rounded = tl.fma(power, -_E4M3_BIAS, biased)
+    # The sum exceeds the bias by eighths of p, of which the least normal p, 2^-6, counts from 0.
+    power = power.to(tl.int32, bitcast=True)
+    byte = biased.to(tl.int32, bitcast=True) - power - _E4M3_BIAS_BITS + (power >> 20) - (121 << 3)
+    return rounded, tl.where(scale == scale, byte, 0x7F)
+
+
+@triton.jit
+def _block_scale_value(byte):
+    """Gives the value of an E4M3 byte: it is FP32's own layout, 2^120 times smaller."""
+    value = (byte << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36
+    return tl.where(byte == 0x7F, float("nan"), value)
+
+
+@triton.jit
+def _ladder_value(index):
+    """Gives the magnitude of codes 0 to 7: E2M1 is FP32's own layout, 2^126 times smaller."""
+    return (index << 22).to(tl.float32, bitcast=True) * 8.507059173023462e37
+
+
+@triton.jit
+def _round_to_ladder(a):
+    """Gives a, 0 to 6, rounded to E2M1; the biased sum that rounds it; its power of two p, >= 1."""
+    power = _power(a)
+    biased = tl.fma(power, _LADDER_BIAS, a)
+    return tl.fma(power, -_LADDER_BIAS, biased), biased, power
+
+
+@triton.jit
+def _candidates(a):
+    """Gives the biased sums of the values of E2M1 below and above a, both a's where it is one."""
+    power = _power(a)
+    nearest = tl.fma(power, _LADDER_BIAS, a)
+    rest = a - tl.fma(power, -_LADDER_BIAS, nearest)
+    lower = tl.where(rest < 0, nearest - 0.5 * power, nearest)
+    upper = tl.where(rest > 0, nearest + 0.5 * power, nearest)
+    return lower, upper, power
+
+
+@triton.jit
+def _power(a):
+    """Gives the power of two p <= a < 2p, at least 1."""
+    exponent = a.to(tl.int32, bitcast=True) & _EXPONENT_MASK
+    return tl.maximum(exponent.to(tl.float32, bitcast=True), 1.0)
+
+
+@triton.jit
+def _quotient(a, divisor):
+    """Gives a / divisor; 0 counts as 1, since what comes out is multiplied by 0."""
+    return tl.div_rn(a, tl.where(divisor == 0, 1.0, divisor))
+
+
+@triton.jit
+def sign_bits_of(x):
+    """Gives int32 whose bit 31 is the sign of x, of a NaN too."""
+    if x.dtype == tl.float32:
+        bits = x.to(tl.int32, bitcast=True)
+    else:
+        # A GPU drops the sign of a NaN when it makes FP32 of FP16.
+        bits = x.to(tl.int16, bitcast=True).to(tl.int32) << 16
+    return bits
+
+
+@triton.jit
+def dequantised(magnitude, sign_bits, effective, zero):
+    """Gives sign * magnitude * effective; +0 in blocks of zeros."""
+    sign = sign_bits & tl.where(zero, 0, _SIGN_MASK)
+    return (magnitude.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True) * effective
+
+
+@triton.jit
+def _max(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
