@@ -107,10 +107,15 @@ def main() -> None:
     )
     parser.add_argument("--shape", choices=SHAPES, default="tiny")
     parser.add_argument("--trainer-dtype", choices=DTYPES, default="bf16")
+    parser.add_argument(
+        "--fused-swiglu", action="store_true", help="Megatron's bias_activation_fusion"
+    )
     options = parser.parse_args()
     torch.set_num_threads(1)
+    shape = SHAPES[options.shape]
+    fusion = {"bias_activation_fusion": options.fused_swiglu}
     with single_process(seed=0):
-        table = measure(SHAPES[options.shape], DTYPES[options.trainer_dtype])
+        table = measure(shape | {"config": shape["config"] | fusion}, DTYPES[options.trainer_dtype])
     columns = (*PARTS, "all", "hints")
     print(f"| {options.shape}, {options.trainer_dtype} trainer | {' | '.join(columns)} |")
     print(f"|---|{'---|' * len(columns)}")
