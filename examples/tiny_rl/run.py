@@ -2,7 +2,7 @@
 
     make demo                                        all of it, with the defaults
     make demo DEMO_FLAGS="--seeds 0 1"               repeated, gap ratios of every seed
-    python examples/tiny_rl/run.py --resume          continue what was interrupted
+    make demo DEMO_FLAGS="--resume"                  continue what was interrupted
     python examples/tiny_rl/run.py --help            all settings
 
 Everything is real (Megatron-Core's modules, optimizer and inference engine, ModelOpt's NVFP4,
