@@ -71,9 +71,14 @@ SCENARIOS = {
     "fc2 hints, all-gather": Scenario(
         EQUAL, trace=PACKED, config={"moe_token_dispatcher_type": "allgather"}
     ),
-    # The other rank's rows must arrive all the same.
+    # The other rank's rows must arrive all the same, and be read as what they are.
     "fc2 hints of one rank": Scenario(
         UNEQUAL, trace=FC2_HINTS | {"missing_hints": "rtn"}, without_fc2=0
+    ),
+    "fc2 residues of one rank": Scenario(
+        UNEQUAL,
+        trace=FC2_HINTS | {"missing_hints": "rtn", "hint_bits": 2, "hint_scales": "residue"},
+        without_fc2=1,
     ),
 }
 
@@ -158,6 +163,8 @@ def _given(scenario: Scenario) -> dict[str, Any]:
         lengths,
         num_experts=scenario.num_experts,
         sites=scenario.trace.get("hint_sites", DEFAULT_HINT_SITES),
+        num_bits=scenario.trace.get("hint_bits", 1),
+        scale_form=scenario.trace.get("hint_scales", "raw"),
         codes=True,
     )
     model, _ = tiny_trainer("bf16")

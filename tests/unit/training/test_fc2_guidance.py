@@ -62,7 +62,7 @@ def _store_with(rolled, hint):
 
 
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("num_bits", [1, 4])
+@pytest.mark.parametrize("num_bits", [1, 2, 4])
 @pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
 def test_every_slot_is_guided_by_its_own_hint(build, rollout, num_bits, packed, dispatcher):
     rolled = rollout(sites=HINT_SITES, num_bits=num_bits)
