@@ -82,7 +82,7 @@ def rtn_record(
     Args:
         x: float [..., K] on a GPU.
         global_scale: FP32 0-d tensor or number, decode side.
-        num_bits: 1 (mantissa bits) or 4 (codes) per value of the hint.
+        num_bits: 1, 2 (lowest bits) or 4 (codes) per value of the hint.
         dtype: dtype in which the dequantised values are rounded; None is that of x.
         launch: Tile and warps.
 
@@ -92,15 +92,15 @@ def rtn_record(
         scale_bytes: uint8 [..., B], E4M3.
 
     Raises:
-        ValueError: K is not a multiple of 16, num_bits is not 1 or 4, or x is not on a GPU.
+        ValueError: K is not a multiple of 16, num_bits is not 1, 2 or 4, or x is not on a GPU.
     """
-    _require_num_bits(num_bits)
+    require_num_bits(num_bits)
     x, scale = _require_input(x, global_scale)
     *rows, length = x.shape
     y = torch.empty_like(x)
     hint = x.new_empty((*rows, length * num_bits // 8), dtype=torch.uint8)
     scale_bytes = x.new_empty((*rows, length // BLOCK_SIZE), dtype=torch.uint8)
-    words = hint.flatten().view(torch.int32) if num_bits == 4 else hint
+    words = hint.flatten().view(_WORDS[num_bits])
     _launch(
         _rtn_record_kernel,
         x,
@@ -130,10 +130,10 @@ def guided(
 
     Args:
         x: float [..., K] on a GPU; the trainer's values.
-        hint: uint8 [..., K * num_bits / 8]; packed mantissa bits (1) or packed codes (4).
+        hint: uint8 [..., K * num_bits / 8]; packed lowest bits (1, 2) or codes (4).
         scale_bytes: uint8 [..., B]; the rollout's block scales.
         global_scale: FP32 0-d tensor or number; the rollout's global scale, decode side.
-        num_bits: 1 or 4.
+        num_bits: 1, 2 or 4.
         dtype: dtype in which the dequantised values are rounded; None is that of x.
         launch: Tile and warps.
 
@@ -141,19 +141,18 @@ def guided(
         [..., K] in the dtype of x.
 
     Raises:
-        ValueError: Shapes disagree, K is not a multiple of 16, num_bits is not 1 or 4, or a tensor
-            is not on the GPU of x.
+        ValueError: Shapes disagree, K is not a multiple of 16, num_bits is not 1, 2 or 4, or a
+            tensor is not on the GPU of x.
     """
     require_guide(x, hint, scale_bytes, num_bits)
-    _require_num_bits(num_bits)
     x, scale = _require_input(x, global_scale)
     for name, tensor in (("hint", hint), ("scale_bytes", scale_bytes)):
         if tensor.device != x.device:
             raise ValueError(f"{name} must lie on {x.device} like x; got {tensor.device}")
     y = torch.empty_like(x)
-    words = hint.flatten()
-    if num_bits == 4:
-        words = (words if words.data_ptr() % 4 == 0 else words.clone()).view(torch.int32)
+    words, dtype_of_words = hint.flatten(), _WORDS[num_bits]
+    aligned = words.data_ptr() % dtype_of_words.itemsize == 0
+    words = (words if aligned else words.clone()).view(dtype_of_words)
     _launch(
         _guided_kernel,
         x,
@@ -336,6 +335,8 @@ def _guided_tiles(
         octets.store_tile(y_ptr, y.to(ROUNDED), left, tile, T)
 
 
+# An octet of a hint, by its bits.
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 _INTERPRETED = isinstance(_rtn_kernel, InterpretedFunction)
 _TRITON_DTYPES = {
     torch.float32: tl.float32,
@@ -357,15 +358,20 @@ def _launch(
         return
     octets_per_tile = 32 * launch.num_warps
     grid = (triton.cdiv(num_octets, octets_per_tile * launch.tiles),)
-    rounded = _triton_dtype(dtype or x.dtype)
+    rounded_to = dtype or x.dtype
     with torch.cuda.device_of(x):
         kernel[grid](
             *arguments,
             num_octets,
             **constants,
-            ROUNDED=rounded,
+            ROUNDED=_triton_dtype(rounded_to),
             # The interpreter knows neither PTX nor an fma that rounds once.
-            PAIRS=x.dtype == torch.bfloat16 and rounded == tl.bfloat16 and not _INTERPRETED,
+            # Two bits take the general path.
+            PAIRS=(
+                x.dtype == rounded_to == torch.bfloat16
+                and constants.get("NUM_BITS") != 2
+                and not _INTERPRETED
+            ),
             T=octets_per_tile,
             TILES=launch.tiles,
             num_warps=launch.num_warps,
@@ -384,15 +390,6 @@ def _require_input(
     x = x.contiguous()
     # Pairs of values are loaded.
     return x if x.data_ptr() % 4 == 0 else x.clone(), as_fp32(global_scale, x)
-
-
-def _require_num_bits(num_bits: int) -> None:
-    require_num_bits(num_bits)
-    if num_bits == 2:
-        raise ValueError(
-            "implementation triton has no kernel for num_bits=2 yet; use auto or torch, or 1 or 4 "
-            "bits"
-        )
 
 
 def _triton_dtype(dtype: torch.dtype) -> tl.dtype:

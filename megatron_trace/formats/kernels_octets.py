@@ -31,12 +31,12 @@ def rounded_octets(x, global_scale, NUM_BITS: tl.constexpr, T: tl.constexpr):
     Args:
         x: float [T, 8].
         global_scale: FP32.
-        NUM_BITS: 1 or 4.
+        NUM_BITS: 1, 2 or 4.
         T: Octets.
 
     Returns:
         y: FP32 [T, 8].
-        word: int32 [T]; 8 mantissa bits, or 8 codes.
+        word: int32 [T]; 8 mantissa bits, pairs of lowest bits, or codes.
         byte: int32 [T], E4M3.
     """
     x = tl.reshape(x, (T // 2, 2, 8))
@@ -49,10 +49,11 @@ def rounded_octets(x, global_scale, NUM_BITS: tl.constexpr, T: tl.constexpr):
     if NUM_BITS == 1:
         word = tl.sum((biased & 1) << column, axis=2)
     else:
-        power = power.to(tl.int32, bitcast=True)
-        # Steps of p / 2 from code 0, 2 or 4, for p = 1, 2 or 4.
-        index = biased - power - _LADDER_BIAS_BITS + (power >> 22) - 254
-        word = tl.sum((index | ((sign_bits >> 28) & 8)) << (4 * column), axis=2)
+        index = _index(biased, power.to(tl.int32, bitcast=True))
+        if NUM_BITS == 2:
+            word = tl.sum((index & 3) << (2 * column), axis=2)
+        else:
+            word = tl.sum((index | ((sign_bits >> 28) & 8)) << (4 * column), axis=2)
     word = tl.reshape(tl.where(tl.reshape(zero, (T // 2, 1)), 0, word), (T,))
     byte = tl.reshape(tl.broadcast_to(byte, (T // 2, 2, 1)), (T,))
     return tl.reshape(y, (T, 8)), word, byte
@@ -64,10 +65,10 @@ def guided_octets(x, word, byte, global_scale, NUM_BITS: tl.constexpr):
 
     Args:
         x: float [T, 8].
-        word: int32 [T]; 8 mantissa bits, or 8 codes.
+        word: int32 [T]; 8 mantissa bits, pairs of lowest bits, or codes.
         byte: int32 [T], E4M3.
         global_scale: FP32.
-        NUM_BITS: 1 or 4.
+        NUM_BITS: 1, 2 or 4.
 
     Returns:
         FP32 [T, 8].
@@ -88,6 +89,12 @@ def guided_octets(x, word, byte, global_scale, NUM_BITS: tl.constexpr):
         # The lowest bit of a biased candidate is its mantissa bit.
         lower_bits = lower.to(tl.int32, bitcast=True)
         takes_upper = (((lower_bits << column) ^ word) & (1 << column)) != 0
+    elif NUM_BITS == 2:
+        index = _index(lower.to(tl.int32, bitcast=True), power.to(tl.int32, bitcast=True))
+        # The index that is this pair modulo 4 and nearest to a, which lies above `index`.
+        wanted = index - 1 + (((word >> (2 * column)) - index + 1) & 3)
+        wanted = tl.where(wanted < 0, wanted + 4, wanted)
+        takes_upper = tl.where(wanted > 7, wanted - 4, wanted) > index
     else:
         # Beyond a, on its side of 0, lies the upper candidate or what is nearest to it.
         wanted = _ladder_value((word >> (4 * column)) & 7).to(tl.int32, bitcast=True)
@@ -179,6 +186,12 @@ def _block_scale_value(byte):
     """Gives the value of an E4M3 byte: it is FP32's own layout, 2^120 times smaller."""
     value = (byte << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36
     return tl.where(byte == 0x7F, float("nan"), value)
+
+
+@triton.jit
+def _index(biased_bits, power_bits):
+    """Gives the index of a biased sum: steps of p / 2 from code 0, 2 or 4, for p = 1, 2 or 4."""
+    return biased_bits - power_bits - _LADDER_BIAS_BITS + (power_bits >> 22) - 254
 
 
 @triton.jit

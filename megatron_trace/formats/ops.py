@@ -10,7 +10,7 @@ from typing import Literal
 
 import torch
 
-from megatron_trace.formats import reference
+from megatron_trace.formats import packing, reference
 from megatron_trace.formats.residues import restored
 
 Implementation = Literal["auto", "torch", "triton"]
@@ -67,7 +67,7 @@ def rtn_record(
         ValueError: K is not a multiple of 16, num_bits is not 1, 2 or 4, or the implementation
             cannot run on x.
     """
-    module = _implementation(implementation, x, num_bits)
+    module = _implementation(implementation, x)
     return module.rtn_record(x.detach(), global_scale, num_bits=num_bits, dtype=dtype)
 
 
@@ -99,7 +99,7 @@ def guided(
         ValueError: Shapes disagree, K is not a multiple of 16, num_bits is not 1, 2 or 4, or the
             implementation cannot run on x.
     """
-    module = _implementation(implementation, x, num_bits)
+    module = _implementation(implementation, x)
     y = module.guided(x.detach(), hint, scale_bytes, global_scale, num_bits=num_bits, dtype=dtype)
     return straight_through(x, y)
 
@@ -130,7 +130,61 @@ def restored_scales(
         ValueError: Shapes disagree, K is not a multiple of 16, num_bits is not 1, 2 or 4, or the
             implementation cannot run on x.
     """
-    return restored(x.detach(), hint, residues, global_scale, num_bits=num_bits)
+    module = _codec(implementation, x)
+    function = restored if module is None else module.restored
+    return function(x.detach(), hint, residues, global_scale, num_bits=num_bits)
+
+
+def narrowed(
+    packed_codes: torch.Tensor, num_bits: int, *, implementation: Implementation = "auto"
+) -> torch.Tensor:
+    """Gives `packing.narrowed`: the hint of codes that are packed already.
+
+    Args:
+        packed_codes: uint8 [..., K / 2], K % 8 == 0.
+        num_bits: 1, 2 or 4; at 4, the argument itself is given.
+        implementation: `torch`, `triton`, or `auto` (Triton where the codes are on a GPU).
+
+    Returns:
+        uint8 [..., K * num_bits / 8].
+    """
+    module = _codec(implementation, packed_codes) or packing
+    return module.narrowed(packed_codes, num_bits)
+
+
+def pack_residues(
+    residues: torch.Tensor, *, implementation: Implementation = "auto"
+) -> torch.Tensor:
+    """Gives `packing.pack_residues`: 3 bits each.
+
+    Args:
+        residues: uint8 [..., B], 0 to 7.
+        implementation: `torch`, `triton`, or `auto` (Triton where the residues are on a GPU).
+
+    Returns:
+        uint8 [..., residue_bytes(B)].
+    """
+    return (_codec(implementation, residues) or packing).pack_residues(residues)
+
+
+def unpack_residues(
+    packed: torch.Tensor, num_blocks: int, *, implementation: Implementation = "auto"
+) -> torch.Tensor:
+    """Gives `packing.unpack_residues`.
+
+    Args:
+        packed: uint8 [..., residue_bytes(B)].
+        num_blocks: B.
+        implementation: `torch`, `triton`, or `auto` (Triton where the bytes are on a GPU).
+
+    Returns:
+        uint8 [..., B], 0 to 7.
+
+    Raises:
+        ValueError: A row has another number of bytes.
+    """
+    module = _codec(implementation, packed) or packing
+    return module.unpack_residues(packed, num_blocks)
 
 
 def straight_through(x: torch.Tensor, quantised: torch.Tensor) -> torch.Tensor:
@@ -166,14 +220,25 @@ class _StraightThrough(torch.autograd.Function):
         return grad_outputs[0], None
 
 
-def _implementation(
-    name: Implementation, x: torch.Tensor, num_bits: int | None = None
-) -> ModuleType:
-    if name not in ("auto", "torch", "triton"):
-        raise ValueError(f"implementation must be auto, torch or triton; got {name!r}")
-    if name == "torch" or (name == "auto" and (num_bits == 2 or not x.is_cuda)):
+def _implementation(name: Implementation, x: torch.Tensor) -> ModuleType:
+    if not _takes_triton(name, x):
         return reference
     # Only here: Triton looks for a GPU driver when it is imported.
     from megatron_trace.formats import kernels
 
     return kernels
+
+
+def _codec(name: Implementation, values: torch.Tensor) -> ModuleType | None:
+    """Gives the kernels of the hint codec; None if torch is to do it."""
+    if not _takes_triton(name, values):
+        return None
+    from megatron_trace.formats import hint_kernels
+
+    return hint_kernels
+
+
+def _takes_triton(name: Implementation, values: torch.Tensor) -> bool:
+    if name not in ("auto", "torch", "triton"):
+        raise ValueError(f"implementation must be auto, torch or triton; got {name!r}")
+    return name == "triton" or (name == "auto" and values.is_cuda)

@@ -13,13 +13,11 @@ import torch
 
 from megatron_trace.formats import (
     BLOCK_SIZE,
-    narrowed,
+    ops,
     pack_codes,
-    pack_residues,
     unpack_bits,
     unpack_codes,
     unpack_hint,
-    unpack_residues,
 )
 from megatron_trace.formats.residues import to_residues
 from megatron_trace.hints.types import (
@@ -94,13 +92,13 @@ def encode_packed_hint(
     scale = torch.as_tensor(global_scale, dtype=torch.float32).item()
     if not (math.isfinite(scale) and scale > 0):
         raise ValueError(f"global_scale must be finite and > 0 in FP32; got {global_scale} ({key})")
-    payload = narrowed(packed_codes, num_bits)
+    payload = ops.narrowed(packed_codes, num_bits)
     if scale_form == "residue":
         try:
             payload, residues = to_residues(payload, scale_bytes, num_bits=num_bits)
         except ValueError as error:
             raise ValueError(f"{error} ({key})") from error
-        scale_bytes = pack_residues(residues)
+        scale_bytes = ops.pack_residues(residues)
     return SiteHint(
         key=key,
         num_bits=num_bits,
@@ -153,7 +151,7 @@ def decode_residues(hint: SiteHint) -> torch.Tensor:
     """
     if hint.scale_form != "residue":
         raise ValueError(f"the hint holds {hint.scale_form} block scales, no residues ({hint.key})")
-    return unpack_residues(hint.scale_bytes, hint.num_blocks)
+    return ops.unpack_residues(hint.scale_bytes, hint.num_blocks)
 
 
 def stack_rows(

@@ -21,7 +21,7 @@ def assert_kernels_equal_reference(
     what: str = "",
     truncates: bool = False,
 ) -> None:
-    """Asserts equal bytes of rtn, rtn_record and guided, with 1 and 4 bits.
+    """Asserts equal bytes of rtn, rtn_record and guided, with 1, 2 and 4 bits.
 
     Args:
         x: float [..., K] where the kernels run: the rollout's values.
@@ -63,7 +63,7 @@ def assert_kernels_equal_reference(
 
     check(kernels.rtn(x, scale, dtype=dtype, **options), specified(reference.rtn, x)[0], "rtn")
     generator = torch.Generator(x.device).manual_seed(0)
-    for num_bits in (1, 4):
+    for num_bits in (1, 2, 4):
         got = kernels.rtn_record(x, scale, num_bits=num_bits, dtype=dtype, **options)
         expected = specified(reference.rtn_record, x, num_bits=num_bits)
         for name, mine, theirs in zip(("y", "hint", "scale bytes"), got, expected, strict=True):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_trace.formats import BLOCK_SIZE, unpack_residues
+from megatron_trace.formats import BLOCK_SIZE, ops
 from megatron_trace.hints.codec import stack_rows
 from megatron_trace.hints.store import HintStore, RecordKind
 from megatron_trace.hints.types import HintKey, RolloutSample, ScaleForm, SiteHint
@@ -254,5 +254,7 @@ def _stack(
         part.flatten(0, 1).to(sites.device) for part in (payload, scale_bytes, present)
     )
     if scale_form == "residue":
-        scale_bytes = unpack_residues(scale_bytes, width // BLOCK_SIZE)
+        scale_bytes = ops.unpack_residues(
+            scale_bytes, width // BLOCK_SIZE, implementation=sites.trace.implementation
+        )
     return HintRows(payload, scale_bytes, num_bits, present, scale_form)
