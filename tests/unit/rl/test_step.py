@@ -1,10 +1,16 @@
 """The RL step on real parts: Megatron's engine, modules and optimizer, ModelOpt's quantisers."""
 
+import collections
+import re
+import statistics
+
 import pytest
 import torch
 
 from megatron_trace.hints.types import Site
+from megatron_trace.rl import step
 from megatron_trace.rl.optimizer import OptimizerSettings
+from megatron_trace.rl.rewards import score_samples
 from megatron_trace.rl.run import evaluate
 from megatron_trace.rl.step import rl_step, roll_out, training_batches
 from megatron_trace.rollout import RolloutEngine
@@ -98,6 +104,46 @@ def test_both_sides_use_the_temperature_of_the_run(started):
     run = started("bf16", temperature=0.5)
     assert run.settings.sampling().temperature == 0.5
     assert rl_step(run)["gap"]["mean"] <= 0.01
+
+
+def test_every_sample_has_the_advantage_of_its_own_answer(started, monkeypatch):
+    """Rewards and advantages follow the samples' names, whatever order they go through."""
+    run, samples, batches = started("bf16", micro_batch_samples=5), [], []
+    generate, train = run.engine.generate, step.train
+
+    def noting_samples(*args, **kwargs):
+        samples.extend(generate(*args, **kwargs))
+        return samples
+
+    def noting_batches(run, batches_of_updates):
+        batches.extend(batch for of_update in batches_of_updates for batch in of_update)
+        return train(run, batches_of_updates)
+
+    monkeypatch.setattr(run.engine, "generate", noting_samples)
+    monkeypatch.setattr(step, "train", noting_batches)
+    rl_step(run)
+
+    rewards = collections.defaultdict(dict)
+    for sample in samples:
+        group, row = re.fullmatch(r"(.*/item-(\d+))/sample-\d", sample.sample_id).groups()
+        assert list(sample.prompt_tokens) == run.prompts[int(row)]
+        (reward,) = score_samples([sample], [run.items[int(row)]], run.tokenizer)
+        rewards[group][sample.sample_id] = reward
+    expected = {
+        sample_id: (reward - statistics.mean(of_group.values()))
+        / (statistics.stdev(of_group.values()) + 1e-4)
+        for of_group in rewards.values()
+        for sample_id, reward in of_group.items()
+    }
+    got = {
+        sample_id: advantage
+        for batch in batches
+        for sample_id, advantage in zip(
+            batch.micro_batch.sample_ids, batch.advantages.tolist(), strict=True
+        )
+    }
+    assert any(got.values()), "no group has different rewards: the test shows nothing"
+    assert got == pytest.approx(expected, abs=1e-5)
 
 
 @pytest.mark.parametrize("micro_batch_samples", [16, 5])
