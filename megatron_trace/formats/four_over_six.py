@@ -20,7 +20,7 @@ are those of `reference`, and a trainer never chooses. Rules at the edges beyond
 * The default error is `mse`, as in the paper's repository and ModelOpt; that of Transformer Engine
   is `mae`. Both sides must use the same.
 
-Source: arXiv 2512.02010; method.md section 5; fouroversix 1.0.5; Transformer Engine 2.20.2.
+Source: arXiv 2512.02010; fouroversix 1.0.5; Transformer Engine 2.20.2.
 """
 
 from __future__ import annotations

@@ -125,7 +125,7 @@ def guided_codes(
     Raises:
         ValueError: Shapes disagree, K is not a multiple of 16, or num_bits is not 1, 2 or 4.
 
-    Source: method.md section 3.
+    Source: TRACE, arXiv 2610.07767; the rules at the edges are ours.
     """
     blocks, effective, wanted = _guide(x, hint, scale_bytes, global_scale, num_bits)
     codes = minifloat.guided_codes(E2M1, blocks, effective, wanted, num_bits=num_bits)

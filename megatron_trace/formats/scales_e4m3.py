@@ -28,7 +28,7 @@ def global_scale_from_amax(
     Returns:
         FP32 in the shape of amax, amax / (6 * e4m3_max).
 
-    Source: method.md section 5, vanilla NVFP4; ModelOpt 0.47 `get_weights_scaling_factor_2`.
+    Source: ModelOpt 0.47 `get_weights_scaling_factor_2`.
     """
     amax = torch.as_tensor(amax, dtype=torch.float32)
     # A tensor, because a GPU multiplies by the rounded reciprocal of a number.

@@ -14,8 +14,6 @@ Gaussian rows with a log-normal size each (`tests/unit/hints/test_guard.py`):
     within 30 %                              .129       .112       .040       .000
     within 100 % (stale)                     .004       .001       .000       .000
     another row's or another sample's        .004       .001       .000       .000
-
-Source: method.md section 3.
 """
 
 from __future__ import annotations

@@ -211,7 +211,7 @@ def test_one_bit_chooses_between_two_e4m3_values(
 
 @pytest.mark.parametrize("byte", [1, 100, 127, 252])
 def test_mxfp4_is_guided_under_the_rollouts_scale(byte: int) -> None:
-    # The table of method.md section 3 at 2^(byte - 127), by the candidates' definition.
+    # The table of guided rounding at 2^(byte - 127), by the candidates' definition.
     scale = 2.0 ** (byte - 127)
     a = torch.tensor([low + (high - low) * 0.3 for low, high in pairwise(E2M1_VALUES)])
     x = torch.nn.functional.pad(a * scale, (0, 25))

@@ -250,7 +250,7 @@ def oracle_codes(x: torch.Tensor, scale_bytes: torch.Tensor, global_scale: float
 def oracle_guided(
     x: torch.Tensor, bits: torch.Tensor, scale_bytes: torch.Tensor, global_scale: float
 ) -> torch.Tensor:
-    """Gives the table of method.md section 3, with the floor found by comparisons."""
+    """Gives the table of guided rounding, with the floor found by comparisons."""
     effective = scale_bytes.view(torch.float8_e4m3fn).float() * torch.tensor(global_scale)
     blocks = x.float().unflatten(-1, (x.shape[-1] // 16, 16))
     a = blocks.abs() / effective.unsqueeze(-1)

@@ -88,7 +88,7 @@ def test_hints_of_shuffled_rows_are_rejected(num_values: int, max_accepted: floa
     x = rows_of(num_values, seed=0)
     health = guard(x, x.roll(1, dims=0))
     assert accepted_share(health) <= max_accepted
-    # Measured .77 to .79 and .500 to .502; method.md section 3: .78 and .51 on real activations.
+    # Measured .77 to .79 and .500 to .502; on real activations .78 and .51.
     assert 0.75 < health.far_block_share.mean() < 0.82
     assert 0.49 < health.parity_agreement.mean() < 0.52
 
