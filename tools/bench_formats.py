@@ -30,7 +30,7 @@ import triton
 import triton.language as tl
 from triton.testing import do_bench
 
-from megatron_trace.formats import E2M1_VALUES, kernels, kernels_bf16
+from megatron_trace.formats import E2M1_VALUES, fused, kernels, kernels_bf16, kernels_fused
 from megatron_trace.formats.kernels import Launch
 from megatron_trace.testing.hard_inputs import MIDPOINTS, hard_inputs
 from megatron_trace.testing.kernel_equality import assert_kernels_equal_reference
@@ -264,6 +264,9 @@ def _measure_dtype(dtype: torch.dtype, megabytes: int, sweep: bool) -> dict:
                 key = f"{launch.tiles}t{launch.num_warps}w"
                 rates[key] = rate(bytes_per_value, lambda c=call, la=launch: c(launch=la))
         results[name] = {"TB/s": rates.pop("chosen"), "sweep": rates}
+    if dtype == torch.bfloat16:
+        for name, bytes_per_value, call in _fused_calls(rotating, scale):
+            results[name] = {"TB/s": rate(bytes_per_value, call)}
     # Clocks drift: the copy before and after brackets what lies between.
     results["copy"]["TB/s after"] = rate(2 * size, copy)
     modelopt = _modelopt_call(rotating, scale)
@@ -291,6 +294,54 @@ def _kernel_calls(
 
         yield f"rtn_record, {bits} bit", moved, record
         yield f"guided, {bits} bit", moved, guide
+
+
+def _fused_calls(
+    rotating: Iterator[torch.Tensor], scale: torch.Tensor
+) -> Iterator[tuple[str, float, Callable]]:
+    """Gives names, bytes usefully moved per value of the input, and calls.
+
+    The rows "apart" move the same values by torch and the kernels above; their bytes are counted as
+    if they were fused.
+    """
+    weight = torch.rand(COLUMNS, device="cuda", dtype=torch.bfloat16) + 0.5
+    eps = 1e-6
+    x = next(rotating)
+    _, _, *norm_hint = kernels_fused.rms_norm_rtn_record(x, weight, scale, eps=eps, num_bits=1)
+    _, *swiglu_hint = kernels_fused.swiglu_rtn_record(x, scale, num_bits=1)
+    hint_bytes = 1 / 8 + 1 / 16
+
+    def norm(name: str, *hint: torch.Tensor, **options: int) -> object:
+        function = getattr(kernels_fused, name)
+        return function(next(rotating), weight, *hint, scale, eps=eps, **options)
+
+    def swiglu(name: str, *hint: torch.Tensor, **options: int) -> object:
+        return getattr(kernels_fused, name)(next(rotating), *hint, scale, **options)
+
+    def norm_apart() -> object:
+        normed = torch.nn.functional.rms_norm(next(rotating), (COLUMNS,), weight, eps)
+        return normed, kernels.rtn(normed, scale)
+
+    yield "norm rtn", 6, lambda: norm("rms_norm_rtn")
+    yield "norm rtn_record, 1 bit", 6 + hint_bytes, lambda: norm("rms_norm_rtn_record", num_bits=1)
+    yield (
+        "norm guided, 1 bit",
+        6 + hint_bytes,
+        lambda: norm("rms_norm_guided", *norm_hint, num_bits=1),
+    )
+    yield "norm rtn, apart", 6, norm_apart
+    yield "swiglu rtn", 3, lambda: swiglu("swiglu_rtn")
+    yield (
+        "swiglu rtn_record, 1 bit",
+        3 + hint_bytes / 2,
+        lambda: swiglu("swiglu_rtn_record", num_bits=1),
+    )
+    yield (
+        "swiglu guided, 1 bit",
+        3 + hint_bytes / 2,
+        lambda: swiglu("swiglu_guided", *swiglu_hint, num_bits=1),
+    )
+    yield "swiglu rtn, apart", 3, lambda: kernels.rtn(fused.swiglu(next(rotating)), scale)
 
 
 def _modelopt_call(rotating: Iterator[torch.Tensor], scale: torch.Tensor) -> Callable | None:

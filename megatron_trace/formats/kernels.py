@@ -186,12 +186,8 @@ def _rtn_kernel(
         tiles = bf16.load_pairs(x_ptr, left, T, TILES)
         g = tl.load(scale_ptr)
         if bf16.is_usual(g):
-            reciprocal, rest = bf16.reciprocal_of(g * 6.0)
             for tile in tl.static_range(TILES):
-                lows, highs, _, _, effective, signs, _ = bf16.rounded(
-                    tiles[tile], g, reciprocal, rest, T
-                )
-                y = bf16.dequantised(lows, highs, effective, signs)
+                y, _, _ = bf16.recorded(tiles[tile], g, 1, T)
                 bf16.store_pairs(y_ptr, y, left, tile, T)
         else:
             _rtn_tiles(x_ptr, y_ptr, g, left, ROUNDED, T, TILES)
@@ -233,17 +229,9 @@ def _rtn_record_kernel(
         tiles = bf16.load_pairs(x_ptr, left, T, TILES)
         g = tl.load(scale_ptr)
         if bf16.is_usual(g):
-            reciprocal, rest = bf16.reciprocal_of(g * 6.0)
             for tile in tl.static_range(TILES):
-                lows, highs, lows_biased, highs_biased, effective, signs, byte = bf16.rounded(
-                    tiles[tile], g, reciprocal, rest, T
-                )
-                y = bf16.dequantised(lows, highs, effective, signs)
+                y, word, byte = bf16.recorded(tiles[tile], g, NUM_BITS, T)
                 bf16.store_pairs(y_ptr, y, left, tile, T)
-                if NUM_BITS == 1:
-                    word = bf16.mantissa_bits(lows_biased, highs_biased, T)
-                else:
-                    word = bf16.codes(lows, highs, signs)
                 octets.store_hint(hint_ptr, scale_bytes_ptr, word, byte, left, tile, T)
         else:
             _rtn_record_tiles(

@@ -168,6 +168,39 @@ def store_pairs(y_ptr, pairs, left, tile, T: tl.constexpr):
 
 
 @triton.jit
+def recorded(pairs, global_scale, NUM_BITS: tl.constexpr, T: tl.constexpr):
+    """Gives pairs [T, 4] rounded to nearest, with hint and block scales.
+
+    Args:
+        pairs: int32 [T, 4].
+        global_scale: FP32.
+        NUM_BITS: 1 or 4.
+        T: Octets.
+
+    Returns:
+        y: int32 [T, 4], BF16 pairs.
+        word: int32 [T]; 8 mantissa bits, or 8 codes.
+        byte: int32 [T], E4M3.
+    """
+    reciprocal, rest = reciprocal_of(global_scale * 6.0)
+    lows, highs, lows_biased, highs_biased, effective, signs, byte = rounded(
+        pairs, global_scale, reciprocal, rest, T
+    )
+    if NUM_BITS == 1:
+        word = mantissa_bits(lows_biased, highs_biased, T)
+    else:
+        word = codes(lows, highs, signs)
+    return dequantised(lows, highs, effective, signs), word, byte
+
+
+@triton.jit
+def paired(x, T: tl.constexpr):
+    """Gives FP32 [T, 8] as BF16 pairs [T, 4]."""
+    low, high = tl.split(tl.reshape(x, (T, 4, 2)))
+    return _pair(high, low)
+
+
+@triton.jit
 def mantissa_bits(lows_biased, highs_biased, T: tl.constexpr):
     """Gives int32 [T]: the lowest bits of 8 columns, the first in bit 0."""
     low_0, low_1, low_2, low_3 = _columns(lows_biased.to(tl.uint32, bitcast=True), T)

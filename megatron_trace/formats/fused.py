@@ -1,0 +1,210 @@
+"""NVFP4 quantisation together with what stands before it, in plain torch: the specification.
+
+Legend: `...` any leading shape, K values of a row (a multiple of 16), B = K / 16 blocks of a row.
+
+* RMSNorm stands before fc1. Its result is given too: router and shared experts read it unquantised.
+  Its arithmetic is fixed here, so that every implementation gives equal bits: squares are added in
+  FP32 as neighbours, then neighbours of these sums, and so on; then
+  round(x * (1 / sqrt(sum / K + eps)) * weight), where all but the last step is FP32.
+* SwiGLU stands before fc2: silu(gate) * up, each rounded to the dtype of x, as torch does it on the
+  device of x: its exp differs in the last bits of FP32 between processors, and with it about one of
+  10^4 values in BF16.
+
+The rest is `reference`: the same names, with what stands before.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_trace.formats import reference
+
+
+def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
+    """Gives silu(gate) * up.
+
+    Args:
+        gate_up: float [..., 2 K], gate before up.
+
+    Returns:
+        [..., K].
+    """
+    gate, up = gate_up.chunk(2, dim=-1)
+    return torch.nn.functional.silu(gate) * up
+
+
+def swiglu_rtn(
+    gate_up: torch.Tensor, global_scale: torch.Tensor | float, *, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """Gives `reference.rtn` of `swiglu`.
+
+    Args:
+        gate_up: float [..., 2 K].
+        global_scale: FP32 0-d tensor or number, decode side.
+        dtype: dtype in which the dequantised values are rounded; None is that of gate_up.
+
+    Returns:
+        [..., K] in the dtype of gate_up.
+    """
+    return reference.rtn(swiglu(gate_up), global_scale, dtype=dtype)
+
+
+def swiglu_rtn_record(
+    gate_up: torch.Tensor,
+    global_scale: torch.Tensor | float,
+    *,
+    num_bits: int,
+    dtype: torch.dtype | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gives `reference.rtn_record` of `swiglu`.
+
+    Args:
+        gate_up: float [..., 2 K].
+        global_scale: FP32 0-d tensor or number, decode side.
+        num_bits: Bits per value of the hint.
+        dtype: dtype in which the dequantised values are rounded; None is that of gate_up.
+
+    Returns:
+        y: [..., K] in the dtype of gate_up.
+        hint: uint8 [..., K * num_bits / 8].
+        scale_bytes: uint8 [..., B], E4M3.
+    """
+    return reference.rtn_record(swiglu(gate_up), global_scale, num_bits=num_bits, dtype=dtype)
+
+
+def swiglu_guided(
+    gate_up: torch.Tensor,
+    hint: torch.Tensor,
+    scale_bytes: torch.Tensor,
+    global_scale: torch.Tensor | float,
+    *,
+    num_bits: int,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Gives `reference.guided` of `swiglu`.
+
+    Args:
+        gate_up: float [..., 2 K]; the trainer's values.
+        hint: uint8 [..., K * num_bits / 8].
+        scale_bytes: uint8 [..., B]; the rollout's block scales.
+        global_scale: FP32 0-d tensor or number; the rollout's, decode side.
+        num_bits: Bits per value of the hint.
+        dtype: dtype in which the dequantised values are rounded; None is that of gate_up.
+
+    Returns:
+        [..., K] in the dtype of gate_up.
+    """
+    x = swiglu(gate_up)
+    return reference.guided(x, hint, scale_bytes, global_scale, num_bits=num_bits, dtype=dtype)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Gives x normalised over its last axis.
+
+    Args:
+        x: float [..., K].
+        weight: float [K].
+        eps: Added to the mean square.
+
+    Returns:
+        [..., K] in the dtype of x.
+    """
+    values = x.to(torch.float32)
+    length = x.shape[-1]
+    sums = values.square()
+    sums = torch.nn.functional.pad(sums, (0, (1 << (length - 1).bit_length()) - length))
+    while sums.shape[-1] > 1:
+        sums = sums[..., 0::2] + sums[..., 1::2]
+    # Tensors, because a GPU multiplies by the rounded reciprocal of a number.
+    mean = sums / torch.full((), float(length), device=x.device)
+    inverse = torch.ones_like(mean) / (mean + eps).sqrt()
+    return (values * inverse * weight.to(torch.float32)).to(x.dtype)
+
+
+def rms_norm_rtn(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    global_scale: torch.Tensor | float,
+    *,
+    eps: float,
+    dtype: torch.dtype | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gives `rms_norm`, and `reference.rtn` of it.
+
+    Args:
+        x: float [..., K].
+        weight: float [K].
+        global_scale: FP32 0-d tensor or number, decode side.
+        eps: Added to the mean square.
+        dtype: dtype in which the dequantised values are rounded; None is that of x.
+
+    Returns:
+        normed: [..., K] in the dtype of x.
+        y: [..., K] in the dtype of x.
+    """
+    normed = rms_norm(x, weight, eps)
+    return normed, reference.rtn(normed, global_scale, dtype=dtype)
+
+
+def rms_norm_rtn_record(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    global_scale: torch.Tensor | float,
+    *,
+    eps: float,
+    num_bits: int,
+    dtype: torch.dtype | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gives `rms_norm`, and `reference.rtn_record` of it.
+
+    Args:
+        x: float [..., K].
+        weight: float [K].
+        global_scale: FP32 0-d tensor or number, decode side.
+        eps: Added to the mean square.
+        num_bits: Bits per value of the hint.
+        dtype: dtype in which the dequantised values are rounded; None is that of x.
+
+    Returns:
+        normed: [..., K] in the dtype of x.
+        y: [..., K] in the dtype of x.
+        hint: uint8 [..., K * num_bits / 8].
+        scale_bytes: uint8 [..., B], E4M3.
+    """
+    normed = rms_norm(x, weight, eps)
+    return (
+        normed,
+        *reference.rtn_record(normed, global_scale, num_bits=num_bits, dtype=dtype),
+    )
+
+
+def rms_norm_guided(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    hint: torch.Tensor,
+    scale_bytes: torch.Tensor,
+    global_scale: torch.Tensor | float,
+    *,
+    eps: float,
+    num_bits: int,
+    dtype: torch.dtype | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gives `rms_norm`, and `reference.guided` of it.
+
+    Args:
+        x: float [..., K]; the trainer's values.
+        weight: float [K].
+        hint: uint8 [..., K * num_bits / 8].
+        scale_bytes: uint8 [..., B]; the rollout's block scales.
+        global_scale: FP32 0-d tensor or number; the rollout's, decode side.
+        eps: Added to the mean square.
+        num_bits: Bits per value of the hint.
+        dtype: dtype in which the dequantised values are rounded; None is that of x.
+
+    Returns:
+        normed: [..., K] in the dtype of x.
+        y: [..., K] in the dtype of x.
+    """
+    normed = rms_norm(x, weight, eps)
+    y = reference.guided(normed, hint, scale_bytes, global_scale, num_bits=num_bits, dtype=dtype)
+    return normed, y
