@@ -127,6 +127,9 @@ class HintKey:
 class SiteHint:
     """What the rollout's quantiser did with every row of one sample at one place.
 
+    A row is a token. At fc2 it is the token's expert slots side by side, in the order of the
+    sample's routing record, so that K is top-k times the experts' hidden size.
+
     Attributes:
         key: Where it belongs.
         num_bits: 1 or 2 (lowest bits of the code) or 4 (code) per value.
