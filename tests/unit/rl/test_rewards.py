@@ -63,9 +63,18 @@ def test_unknown_task_raises():
         ([END_TOKEN], 0.0),
         ([], 0.0),
         (TOKENIZER.encode("3"), 0.0),
+        (TOKENIZER.encode("33"), 0.0),
         ([PADDING_TOKEN, END_TOKEN], 0.0),
     ],
-    ids=["right", "wrong", "only the end", "empty", "cut before its end", "padding sampled"],
+    ids=[
+        "right",
+        "wrong",
+        "only the end",
+        "empty",
+        "cut before its end",
+        "cut later",
+        "padding sampled",
+    ],
 )
 def test_reward_of_a_sample(response, reward):
     assert score_samples([sample(response)], [ITEM], TOKENIZER) == [reward]

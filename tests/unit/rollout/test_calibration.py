@@ -52,6 +52,23 @@ def test_every_place_gets_the_scale_of_the_largest_value_seen(engine, weights):
             assert settings.global_scale(layer, site) == float(amax / (6 * 448))
 
 
+def test_the_experts_of_a_layer_share_the_largest_value_of_any(engine, weights):
+    seen = {layer.index: [] for layer in engine.layers}
+    hooks = [
+        quantiser.register_forward_pre_hook(
+            lambda _, args, layer=layer: seen[layer.index].append(args[0].abs().amax().float())
+        )
+        for layer in engine.layers
+        for quantiser in site_quantisers(layer)[Site.FC2].values()
+    ]
+    settings = _calibrate(engine, weights, calibration_tokens())
+    for hook in hooks:
+        hook.remove()
+    for layer, values in seen.items():
+        assert max(values) > values[0], "the first expert has the largest: the test shows nothing"
+        assert settings.global_scale(layer, Site.FC2) == float(max(values) / (6 * 448))
+
+
 def test_experts_without_a_token_are_reported_and_share_the_layers_scale(engine, weights, caplog):
     # One token reaches 4 of 16 experts of each layer.
     _calibrate(engine, weights, [torch.tensor([[3]])])
