@@ -4,16 +4,20 @@ Legend: `...` any leading shape, K values of a row, B blocks of a row. A byte is
 lowest bit: by two codes of 4 bits (the even column in the low nibble), by four pairs of lowest
 bits, or by eight mantissa bits. The residues of a row are one string of 3 bits each, filled alike.
 
-Bytes are spread and gathered a machine word at a time, never value by value.
+Bytes are spread and gathered a machine word at a time, never value by value; on a CPU in parts of
+which what lies between two operations fits into its cache.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 
 from megatron_trace.formats.checks import require_multiple
 
 RESIDUE_BITS = 3
+_WORDS_OF_A_PART = 1 << 15
 
 
 def pack_codes(codes: torch.Tensor) -> torch.Tensor:
@@ -26,8 +30,8 @@ def pack_codes(codes: torch.Tensor) -> torch.Tensor:
         uint8 [..., K / 2].
     """
     require_multiple(codes, 2)
-    words = _words(codes, torch.int16)
-    return _rows((words >> 4).bitwise_or_(words).to(torch.uint8), codes, codes.shape[-1] // 2)
+    packed = _converted(_words(codes, torch.int16), _together_nibbles, torch.uint8)
+    return _rows(packed, codes, codes.shape[-1] // 2)
 
 
 def unpack_codes(packed: torch.Tensor) -> torch.Tensor:
@@ -39,8 +43,7 @@ def unpack_codes(packed: torch.Tensor) -> torch.Tensor:
     Returns:
         uint8 [..., K].
     """
-    words = packed.reshape(-1).to(torch.int16)
-    words = (words << 4).bitwise_or_(words).bitwise_and_(0x0F0F)
+    words = _converted(packed.reshape(-1), _apart_nibbles, torch.int16)
     return _rows(words.view(torch.uint8), packed, packed.shape[-1] * 2)
 
 
@@ -54,9 +57,7 @@ def pack_pairs(codes: torch.Tensor) -> torch.Tensor:
         uint8 [..., K / 4].
     """
     require_multiple(codes, 4)
-    # One product moves the pair of byte j to bit 24 + 2 j; partial products never meet.
-    words = (_words(codes, torch.int32) & 0x03030303).mul_(0x01041040)
-    packed = words.bitwise_right_shift_(24).to(torch.uint8)
+    packed = _converted(_words(codes, torch.int32), _together_pairs, torch.uint8)
     return _rows(packed, codes, codes.shape[-1] // 4)
 
 
@@ -69,9 +70,7 @@ def unpack_pairs(packed: torch.Tensor) -> torch.Tensor:
     Returns:
         uint8 [..., K], 0 to 3.
     """
-    words = packed.reshape(-1).to(torch.int32)
-    words = (words << 12).bitwise_or_(words).bitwise_and_(0x000F000F)
-    words = (words << 6).bitwise_or_(words).bitwise_and_(0x03030303)
+    words = _converted(packed.reshape(-1), _apart_pairs, torch.int32)
     return _rows(words.view(torch.uint8), packed, packed.shape[-1] * 4)
 
 
@@ -85,9 +84,7 @@ def pack_bits(codes: torch.Tensor) -> torch.Tensor:
         uint8 [..., K / 8].
     """
     require_multiple(codes, 8)
-    # One product moves bit 0 of byte j to bit 56 + j; partial products never meet, so none carries.
-    words = (_words(codes, torch.int64) & 0x0101010101010101).mul_(0x0102040810204080)
-    packed = words.bitwise_right_shift_(56).to(torch.uint8)
+    packed = _converted(_words(codes, torch.int64), _together_bits, torch.uint8)
     return _rows(packed, codes, codes.shape[-1] // 8)
 
 
@@ -100,12 +97,8 @@ def unpack_bits(bits: torch.Tensor) -> torch.Tensor:
     Returns:
         uint8 [..., K], 0 or 1.
     """
-    # Byte j keeps bit j of the copied byte; adding 0x7F carries it into bit 7, wherever it was.
-    copies = bits.reshape(-1).to(torch.int64) * 0x0101010101010101
-    copies = copies.bitwise_and_(0x8040201008040201 - (1 << 64))
-    unpacked = copies.add_(0x7F7F7F7F7F7F7F7F).bitwise_right_shift_(7)
-    unpacked = unpacked.bitwise_and_(0x0101010101010101).view(torch.uint8)
-    return _rows(unpacked, bits, bits.shape[-1] * 8)
+    words = _converted(bits.reshape(-1), _apart_bits, torch.int64)
+    return _rows(words.view(torch.uint8), bits, bits.shape[-1] * 8)
 
 
 def residue_bytes(num_blocks: int) -> int:
@@ -205,16 +198,12 @@ def narrowed(packed_codes: torch.Tensor, num_bits: int) -> torch.Tensor:
     if num_bits == 4:
         return packed_codes
     require_multiple(packed_codes, 4)
-    if num_bits == 2:
-        words = _words(packed_codes, torch.int16) & 0x3333
-        words = (words >> 2).bitwise_or_(words).bitwise_and_(0x0F0F)
-        words = (words >> 4).bitwise_or_(words)
-    else:
-        words = _words(packed_codes, torch.int32) & 0x11111111
-        words = (words >> 3).bitwise_or_(words).bitwise_and_(0x03030303)
-        words = (words >> 6).bitwise_or_(words).bitwise_and_(0x000F000F)
-        words = (words >> 12).bitwise_or_(words)
-    return _rows(words.to(torch.uint8), packed_codes, packed_codes.shape[-1] * num_bits // 4)
+    dtype, convert = {
+        1: (torch.int32, _bits_of_nibbles),
+        2: (torch.int16, _pairs_of_nibbles),
+    }[num_bits]
+    hint = _converted(_words(packed_codes, dtype), convert, torch.uint8)
+    return _rows(hint, packed_codes, packed_codes.shape[-1] * num_bits // 4)
 
 
 def block_words(hint: torch.Tensor, num_bits: int) -> torch.Tensor:
@@ -233,6 +222,64 @@ def block_words(hint: torch.Tensor, num_bits: int) -> torch.Tensor:
 
 _PACK = {1: pack_bits, 2: pack_pairs, 4: pack_codes}
 _UNPACK = {1: unpack_bits, 2: unpack_pairs, 4: unpack_codes}
+
+
+def _together_nibbles(words: torch.Tensor) -> torch.Tensor:
+    return (words >> 4).bitwise_or_(words)
+
+
+def _apart_nibbles(packed: torch.Tensor) -> torch.Tensor:
+    words = packed.to(torch.int16)
+    return (words << 4).bitwise_or_(words).bitwise_and_(0x0F0F)
+
+
+def _together_pairs(words: torch.Tensor) -> torch.Tensor:
+    # One product moves the pair of byte j to bit 24 + 2 j; partial products never meet.
+    return (words & 0x03030303).mul_(0x01041040).bitwise_right_shift_(24)
+
+
+def _apart_pairs(packed: torch.Tensor) -> torch.Tensor:
+    words = packed.to(torch.int32)
+    words = (words << 12).bitwise_or_(words).bitwise_and_(0x000F000F)
+    return (words << 6).bitwise_or_(words).bitwise_and_(0x03030303)
+
+
+def _together_bits(words: torch.Tensor) -> torch.Tensor:
+    # One product moves bit 0 of byte j to bit 56 + j; partial products never meet, so none carries.
+    return (words & 0x0101010101010101).mul_(0x0102040810204080).bitwise_right_shift_(56)
+
+
+def _apart_bits(packed: torch.Tensor) -> torch.Tensor:
+    # Byte j keeps bit j of the copied byte; adding 0x7F carries it into bit 7, wherever it was.
+    copies = packed.to(torch.int64).mul_(0x0101010101010101)
+    copies = copies.bitwise_and_(0x8040201008040201 - (1 << 64)).add_(0x7F7F7F7F7F7F7F7F)
+    return copies.bitwise_right_shift_(7).bitwise_and_(0x0101010101010101)
+
+
+def _pairs_of_nibbles(words: torch.Tensor) -> torch.Tensor:
+    words = words & 0x3333
+    words = (words >> 2).bitwise_or_(words).bitwise_and_(0x0F0F)
+    return (words >> 4).bitwise_or_(words)
+
+
+def _bits_of_nibbles(words: torch.Tensor) -> torch.Tensor:
+    words = words & 0x11111111
+    words = (words >> 3).bitwise_or_(words).bitwise_and_(0x03030303)
+    words = (words >> 6).bitwise_or_(words).bitwise_and_(0x000F000F)
+    return (words >> 12).bitwise_or_(words)
+
+
+def _converted(
+    words: torch.Tensor, convert: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype
+) -> torch.Tensor:
+    """Gives convert(words), whose low bits are kept, as dtype."""
+    if words.is_cuda or words.numel() <= _WORDS_OF_A_PART:
+        return convert(words).to(dtype)
+    converted = torch.empty(words.shape, dtype=dtype)
+    parts = (tensor.split(_WORDS_OF_A_PART) for tensor in (words, converted))
+    for part, target in zip(*parts, strict=True):
+        target.copy_(convert(part))
+    return converted
 
 
 def _words(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -71,7 +71,10 @@ def own_scale_bytes(x: torch.Tensor, global_scale: torch.Tensor | float) -> torc
     Raises:
         ValueError: K is not a multiple of 16.
     """
-    _, scale_bytes, _ = _own_scales(x, global_scale)
+    require_input(x)
+    # Magnitudes and their largest are exact in every dtype.
+    amax = split(x, BLOCK_SIZE).abs().amax(-1).to(torch.float32)
+    scale_bytes, _ = _nearest_scales(amax, as_row_scales(global_scale, x))
     return scale_bytes
 
 
@@ -220,8 +223,11 @@ def _own_scales(
     scale = as_row_scales(global_scale, x)
     blocks = fp32_blocks(x, BLOCK_SIZE)
     amax = blocks.abs().amax(-1)
-    scale_bytes, effective = scales_e4m3.nearest(amax / (scale * E2M1_MAX), amax, scale)
-    return blocks, scale_bytes, effective
+    return blocks, *_nearest_scales(amax, scale)
+
+
+def _nearest_scales(amax: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return scales_e4m3.nearest(amax / (scale * E2M1_MAX), amax, scale)
 
 
 def _guide(

@@ -10,6 +10,7 @@ from megatron_trace.formats import (
     encode,
     guided_codes,
     ops,
+    own_scale_bytes,
     pack_hint,
     reference,
 )
@@ -24,6 +25,13 @@ NAMES = list(CASES[torch.float32])
 @pytest.fixture(params=NAMES)
 def name(request: pytest.FixtureRequest) -> str:
     return request.param
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_own_scale_bytes_are_those_of_encode(name: str, dtype: torch.dtype) -> None:
+    case = CASES[dtype][name]
+    expected = encode(case.x, case.global_scale)[1]
+    assert_same_bytes(own_scale_bytes(case.x, case.global_scale), expected)
 
 
 @pytest.mark.parametrize("rounded_to", [None, torch.bfloat16])

@@ -69,6 +69,16 @@ def test_any_leading_shape_round_trips(shape: tuple[int, ...]) -> None:
         assert_same_bytes(narrowed(pack_codes(codes), num_bits), pack_hint(codes, num_bits))
 
 
+@pytest.mark.parametrize("num_bits", [1, 2, 4])
+def test_many_values_are_packed_and_unpacked_like_their_rows(num_bits: int) -> None:
+    codes = torch.randint(0, 16, (70, 8208), dtype=torch.uint8)
+    hint = pack_hint(codes, num_bits)
+    for row in (0, 31, 69):
+        assert_same_bytes(hint[row], pack_hint(codes[row], num_bits), f"row {row}")
+    assert_same_bytes(unpack_hint(hint, num_bits), codes & ((1 << num_bits) - 1))
+    assert_same_bytes(narrowed(pack_codes(codes), num_bits), hint)
+
+
 @pytest.mark.parametrize("num_blocks", [1, 2, 3, 4, 7, 8, 9, 16, 21, 128])
 def test_residues_of_any_number_of_blocks_round_trip(num_blocks: int) -> None:
     residues = torch.randint(0, 8, (3, 2, num_blocks), dtype=torch.uint8)

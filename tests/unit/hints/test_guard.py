@@ -39,6 +39,15 @@ def guard(
     )
 
 
+def guard_restored(trainer: torch.Tensor, rollout: torch.Tensor) -> RowHealth:
+    """Gives what the guard finds where block scales were stored as residues."""
+    global_scale = formats.global_scale_from_amax(rollout.abs().max())
+    codes, scale_bytes = formats.encode(rollout, global_scale)
+    hint, found = formats.residues.to_residues(formats.pack_bits(codes), scale_bytes, num_bits=1)
+    restored = formats.residues.restored(trainer, hint, found, global_scale, num_bits=1)
+    return accept_rows(trainer, hint, restored, global_scale, num_bits=1, **THRESHOLDS)
+
+
 def accepted_share(health: RowHealth) -> float:
     return health.accepted.float().mean().item()
 
@@ -103,6 +112,32 @@ def test_hints_of_another_sample_are_rejected(num_values: int, max_accepted: flo
 def test_stale_hints_are_rejected(num_values: int, max_accepted: float) -> None:
     x = rows_of(num_values, seed=0)
     assert accepted_share(guard(with_noise(x, 1.0), x)) <= max_accepted
+
+
+# Measured: .0225, .0037, .0002, .0000; with raw scales .0042, .0010, .0000, .0000.
+@pytest.mark.parametrize(
+    ("num_values", "max_accepted"), list(zip(WIDTHS, [0.04, 0.008, 0.001, 0.0], strict=True))
+)
+def test_misplaced_rows_with_residues_are_rejected_by_parity_and_distance(
+    num_values: int, max_accepted: float
+) -> None:
+    x = rows_of(num_values, seed=0)
+    health = guard_restored(x, x.roll(1, dims=0))
+    assert accepted_share(health) <= max_accepted
+    # Measured .367 to .374: of the nine distances, 3 and 4 look far.
+    assert 0.36 < health.far_block_share.mean() < 0.39
+    assert 0.49 < health.parity_agreement.mean() < 0.52
+
+
+@pytest.mark.parametrize("noise", [0.003, 0.01, 0.03, 0.1])
+@pytest.mark.parametrize("num_values", WIDTHS)
+def test_true_rows_with_residues_are_accepted_as_with_raw_scales(
+    num_values: int, noise: float
+) -> None:
+    x = rows_of(num_values, seed=0)
+    noisy = with_noise(x, noise)
+    restored, raw = guard_restored(noisy, x), guard(noisy, x)
+    assert abs(accepted_share(restored) - accepted_share(raw)) <= 1e-3
 
 
 def test_one_misplaced_row_is_rejected_alone() -> None:
