@@ -149,7 +149,7 @@ class TraceConfig:
 
 def _parse_layers(text: str) -> tuple[int, ...]:
     parts = text.split(",")
-    if not all(part.strip().isdigit() for part in parts):
+    if not all(part.strip().isascii() and part.strip().isdigit() for part in parts):
         raise ValueError(
             f"hint_layers must be latter_half, all, or indices such as 2,3; got {text!r}"
         )
