@@ -48,15 +48,18 @@ def main(arguments: list[str] | None = None) -> None:
         help="parameters of the task",
     )
     options = parser.parse_args(arguments)
-    items = make_items(
-        options.task,
-        size=options.size,
-        seed=options.seed,
-        parameters=dict(options.parameters),
-        prompt_template=options.prompt,
-        drop_characters=options.drop,
-    )
-    save_tasks(options.output, items)
+    try:
+        items = make_items(
+            options.task,
+            size=options.size,
+            seed=options.seed,
+            parameters=dict(options.parameters),
+            prompt_template=options.prompt,
+            drop_characters=options.drop,
+        )
+        save_tasks(options.output, items)
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
     print(
         f"{options.output}: {len(items)} tasks of {options.task} "
         f"({options.size - len(items)} of {options.size} repeated a prompt)"

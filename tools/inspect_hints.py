@@ -2,7 +2,7 @@
 
 Example:
     python tools/inspect_hints.py out/hints --verify
-    python tools/inspect_hints.py out/hints --sample step3/p1/r0 --layer 3 --site k --vocab v.json
+    python tools/inspect_hints.py out/hints --sample step-3/item-1/sample-0 --layer 3 --site k
 
 Reads only, also while a rollout writes. Exit status: 0 intact, 1 damaged, 2 bad request.
 A vocabulary is a JSON list of texts by token id, an object of ids by text, or a tokenizer.json.

@@ -27,11 +27,13 @@ if __name__ == "__main__":  # Megatron and torch announce deprecations of their 
     logging.disable(logging.WARNING)
 
 import argparse
+import contextlib
 import dataclasses
 import hashlib
 import itertools
 import json
 import shutil
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -94,7 +96,12 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--warm-start-steps", type=int, default=300, help="default 300")
     parser.add_argument("--held-out", type=int, default=400, help="problems (default 400)")
     parser.add_argument("--tasks", type=Path, help="JSONL prompt file (default: made here)")
-    parser.add_argument("--output", type=Path, default=Path("out/tiny_rl"))
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path("out/tiny_rl"),
+        help="default out/tiny_rl; what an earlier start left there is replaced unless --resume",
+    )
     parser.add_argument("--save-every", type=int, default=10, help="steps; 0 saves nothing")
     parser.add_argument("--resume", action="store_true", help="continue from --output")
     add_trace_arguments(parser)
@@ -108,6 +115,16 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
                     f"{flag} has no effect on --runs {' '.join(options.runs)}, which set "
                     "it; use --runs flags"
                 )
+    for name in ("steps", "prompts", "samples", "held_out"):
+        if (number := getattr(options, name)) < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1; got {number}")
+    if options.tasks and not options.tasks.is_file():
+        parser.error(f"--tasks {options.tasks} is no file; tools/export_tasks.py writes one")
+    try:
+        for name in options.runs:
+            run_settings(options, name, seed=0).trace.recorded_layers(PATTERN.count("E"))
+    except ValueError as error:
+        parser.error(str(error))
     return options
 
 
@@ -256,11 +273,21 @@ def report(options: argparse.Namespace, summaries: list[RunSummary]) -> None:
     )
 
 
+@contextlib.contextmanager
+def _told_in_one_line() -> Iterator[None]:
+    """Ends the program with the message alone, where a file or setting of the user is at fault."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"error: {error}") from error
+
+
 def do_all_runs(options: argparse.Namespace) -> list[RunSummary]:
     """Does every run of every seed, all from the same warm-started weights."""
-    tasks = prepare_tasks(options)
-    items = load_tasks(tasks)
-    train_items, held_out = split_tasks(items, num_held_out=options.held_out, seed=0)
+    with _told_in_one_line():
+        tasks = prepare_tasks(options)
+        items = load_tasks(tasks)
+        train_items, held_out = split_tasks(items, num_held_out=options.held_out, seed=0)
     tokenizer = CharTokenizer.of_tasks(items)
 
     @cache
@@ -270,7 +297,8 @@ def do_all_runs(options: argparse.Namespace) -> list[RunSummary]:
     summaries = []
     for seed, name in itertools.product(options.seeds, options.runs):
         folder = options.output / f"seed-{seed}" / name
-        folder.mkdir(parents=True, exist_ok=True)
+        with _told_in_one_line():
+            folder.mkdir(parents=True, exist_ok=True)
         settings = run_settings(options, name, seed)
         run = build_run(
             settings,
@@ -281,7 +309,8 @@ def do_all_runs(options: argparse.Namespace) -> list[RunSummary]:
         )
         identity = identity_of(settings, options, tasks)
         if saved := saved_steps(folder, options):
-            checkpoint.resume(run, saved, identity=identity)
+            with _told_in_one_line():
+                checkpoint.resume(run, saved, identity=identity)
         else:
             calibration = calibration_batches(
                 train_items, tokenizer, num_samples=CALIBRATION_SAMPLES
@@ -297,8 +326,12 @@ def main() -> None:
     options = parse_options()
     # Matrices of this size gain nothing from a second thread and lose much when a core is busy.
     torch.set_num_threads(1)
-    with single_process(seed=0):
-        summaries = do_all_runs(options)
+    try:
+        with single_process(seed=0):
+            summaries = do_all_runs(options)
+    except KeyboardInterrupt:
+        print("\ninterrupted; the same command with --resume continues", flush=True)
+        raise SystemExit(130) from None
     report(options, summaries)
     print(f"{time.perf_counter() - STARTED_S:.0f} s in all")
 

@@ -76,9 +76,20 @@ def test_flags_run_follows_the_trace_flags(do_runs):
     [
         ("--trace-method qat", "--trace-method has no effect on --runs bf16 qat trace trace-half"),
         ("--runs trace --trace-hint-layers 1", "--trace-hint-layers has no effect on --runs trace"),
+        ("--runs flags --trace-hint-layers 4", "names decoder layer 4, but the model has 4"),
+        ("--trace-hint-bits 3", "hint_bits must be 1, 2 or 4; got 3"),
+        ("--tasks nowhere.jsonl", "--tasks nowhere.jsonl is no file"),
+        ("--steps 0", "--steps must be at least 1; got 0"),
     ],
 )
-def test_flag_without_effect_is_refused(demo, flags, message, capsys):
+def test_flag_that_cannot_be_followed_is_refused(demo, flags, message, capsys):
     with pytest.raises(SystemExit):
         demo.parse_options(flags.split())
     assert message in capsys.readouterr().err
+
+
+def test_broken_prompt_file_is_told_in_one_line(demo, do_runs, tmp_path):
+    tasks = tmp_path / "broken.jsonl"
+    tasks.write_text('{"prompt": "1+1=",\n')
+    with pytest.raises(SystemExit, match=r"error: .*broken\.jsonl, line 1: not valid JSON"):
+        do_runs("--tasks", str(tasks))
