@@ -38,7 +38,7 @@ from megatron_trace.testing.kernel_equality import assert_kernels_equal_referenc
 GLOBAL_SCALE = 0.002
 COLUMNS = 4096
 SWEEP = [Launch(tiles, warps) for tiles, warps in itertools.product((1, 2, 4, 8), (2, 4, 8))]
-SMALL_LAUNCH = Launch(tiles=1, num_warps=1)
+ONE_WARP = Launch(tiles=1, num_warps=1)
 SMALL_SWEEP = [Launch(tiles, warps) for tiles, warps in itertools.product((1, 2), (1, 2, 4))]
 SMALL_TOKENS = (1, 8, 64, 256, 512)
 SMALL_COLUMNS = 2048
@@ -92,7 +92,7 @@ def _arguments() -> argparse.Namespace:
 
 def compile_all(launches: list[Launch]) -> None:
     """Fills Triton's cache in as many processes as there are cores: one takes minutes."""
-    jobs = [(dtype, to, launch) for dtype, to in _DTYPES for launch in (None, SMALL_LAUNCH)]
+    jobs = [(dtype, to, launch) for dtype, to in _DTYPES for launch in (None, ONE_WARP)]
     jobs += itertools.product((torch.bfloat16, torch.float32), [None], launches)
     with multiprocessing.get_context("spawn").Pool() as pool:
         pool.starmap(_compile, jobs, chunksize=1)
@@ -113,7 +113,7 @@ def check_hard_inputs() -> tuple[int, list[str]]:
     num_inputs, wrong = 0, []
     for dtype, rounded_to in _DTYPES:
         for case in hard_inputs(dtype, "cuda"):
-            for launch in (None, SMALL_LAUNCH):
+            for launch in (None, ONE_WARP):
                 what = f"{case.name} {dtype} rounded to {rounded_to} {launch}"
                 wrong += _differences(
                     case.x, case.global_scale, dtype=rounded_to, launch=launch, what=what
@@ -322,6 +322,10 @@ def _fused_calls(
         normed = torch.nn.functional.rms_norm(next(rotating), (COLUMNS,), weight, eps)
         return normed, kernels.rtn(normed, scale)
 
+    def norm_guided_apart() -> object:
+        normed = torch.nn.functional.rms_norm(next(rotating), (COLUMNS,), weight, eps)
+        return normed, kernels.guided(normed, *norm_hint, scale, num_bits=1)
+
     yield "norm rtn", 6, lambda: norm("rms_norm_rtn")
     yield "norm rtn_record, 1 bit", 6 + hint_bytes, lambda: norm("rms_norm_rtn_record", num_bits=1)
     yield (
@@ -330,6 +334,7 @@ def _fused_calls(
         lambda: norm("rms_norm_guided", *norm_hint, num_bits=1),
     )
     yield "norm rtn, apart", 6, norm_apart
+    yield "norm guided, 1 bit, apart", 6 + hint_bytes, norm_guided_apart
     yield "swiglu rtn", 3, lambda: swiglu("swiglu_rtn")
     yield (
         "swiglu rtn_record, 1 bit",

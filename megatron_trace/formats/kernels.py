@@ -36,10 +36,14 @@ class Launch:
     num_warps: int
 
 
-# Measured on an H200: docs/measurements.md.
+# The fastest on an H200, for BF16: docs/measurements.md.
 RTN_LAUNCH = Launch(tiles=2, num_warps=4)
 RECORD_LAUNCH = Launch(tiles=4, num_warps=2)
 GUIDED_LAUNCH = Launch(tiles=2, num_warps=4)
+# For FP32 and FP16, and for up to 512 tokens of 2048 values.
+GENERAL_LAUNCH = Launch(tiles=1, num_warps=2)
+SMALL_LAUNCH = Launch(tiles=1, num_warps=4)
+_SMALL_OCTETS = 512 * 2048 // 8
 
 
 def rtn(
@@ -47,7 +51,7 @@ def rtn(
     global_scale: torch.Tensor | float,
     *,
     dtype: torch.dtype | None = None,
-    launch: Launch = RTN_LAUNCH,
+    launch: Launch | None = None,
 ) -> torch.Tensor:
     """Gives `reference.rtn`.
 
@@ -55,7 +59,7 @@ def rtn(
         x: float [..., K] on a GPU.
         global_scale: FP32 0-d tensor or number, decode side.
         dtype: dtype in which the dequantised values are rounded; None is that of x.
-        launch: Tile and warps.
+        launch: Tiles and warps; None is what was fastest.
 
     Returns:
         [..., K] in the dtype of x.
@@ -65,7 +69,7 @@ def rtn(
     """
     x, scale = _require_input(x, global_scale)
     y = torch.empty_like(x)
-    _launch(_rtn_kernel, x, dtype, launch, x, y, scale)
+    _launch(_rtn_kernel, x, dtype, launch or _chosen(x, RTN_LAUNCH), x, y, scale)
     return y
 
 
@@ -75,7 +79,7 @@ def rtn_record(
     *,
     num_bits: int,
     dtype: torch.dtype | None = None,
-    launch: Launch = RECORD_LAUNCH,
+    launch: Launch | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gives `reference.rtn_record`.
 
@@ -84,7 +88,7 @@ def rtn_record(
         global_scale: FP32 0-d tensor or number, decode side.
         num_bits: 1, 2 (lowest bits) or 4 (codes) per value of the hint.
         dtype: dtype in which the dequantised values are rounded; None is that of x.
-        launch: Tile and warps.
+        launch: Tiles and warps; None is what was fastest.
 
     Returns:
         y: [..., K] in the dtype of x.
@@ -105,7 +109,7 @@ def rtn_record(
         _rtn_record_kernel,
         x,
         dtype,
-        launch,
+        launch or _chosen(x, RECORD_LAUNCH),
         x,
         y,
         words,
@@ -124,7 +128,7 @@ def guided(
     *,
     num_bits: int,
     dtype: torch.dtype | None = None,
-    launch: Launch = GUIDED_LAUNCH,
+    launch: Launch | None = None,
 ) -> torch.Tensor:
     """Gives `reference.guided`.
 
@@ -135,7 +139,7 @@ def guided(
         global_scale: FP32 0-d tensor or number; the rollout's global scale, decode side.
         num_bits: 1, 2 or 4.
         dtype: dtype in which the dequantised values are rounded; None is that of x.
-        launch: Tile and warps.
+        launch: Tiles and warps; None is what was fastest.
 
     Returns:
         [..., K] in the dtype of x.
@@ -157,7 +161,7 @@ def guided(
         _guided_kernel,
         x,
         dtype,
-        launch,
+        launch or _chosen(x, GUIDED_LAUNCH),
         x,
         words,
         scale_bytes.contiguous(),
@@ -331,6 +335,12 @@ _TRITON_DTYPES = {
     torch.bfloat16: tl.bfloat16,
     torch.float16: tl.float16,
 }
+
+
+def _chosen(x: torch.Tensor, large: Launch) -> Launch:
+    if x.numel() <= 8 * _SMALL_OCTETS:
+        return SMALL_LAUNCH
+    return large if x.dtype == torch.bfloat16 else GENERAL_LAUNCH
 
 
 def _launch(

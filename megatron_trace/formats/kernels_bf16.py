@@ -50,7 +50,7 @@ def load_pairs(x_ptr, left, T: tl.constexpr, TILES: tl.constexpr):
     for tile in tl.static_range(TILES):
         octets = tl.arange(0, T)[:, None] + tile * T
         pairs = octets * 4 + tl.arange(0, 4)[None, :]
-        tiles += (tl.load(_as_pairs(x_ptr) + pairs, mask=octets < left),)
+        tiles += (tl.load(as_pairs(x_ptr) + pairs, mask=octets < left),)
     return tiles
 
 
@@ -76,7 +76,7 @@ def rounded(pairs, global_scale, reciprocal, rest, T: tl.constexpr):
     amax = tl.reduce(magnitudes, 1, _max_pairs)
     amax = tl.reduce(tl.reshape(amax, (T // 2, 2)), 1, _max_pairs, keep_dims=True)
     amax = tl.reshape(tl.broadcast_to(amax, (T // 2, 2)), (T,))
-    amax = _low(_max_pairs(amax, amax >> 16))
+    amax = low_half(_max_pairs(amax, amax >> 16))
     zero = amax == 0
     # An infinite quotient would become NaN.
     amax = tl.minimum(amax, global_scale * 3072.0, propagate_nan=tl.PropagateNan.ALL)
@@ -89,9 +89,9 @@ def rounded(pairs, global_scale, reciprocal, rest, T: tl.constexpr):
     r, s = reciprocal_of(effective)
     signs = pairs & tl.where(zero, 0, _SIGNS)[:, None]
 
-    magnitudes = _min_pairs(magnitudes, _pair(limit, limit)[:, None])
-    lows, lows_biased = _nearest(_low(magnitudes), r[:, None], s[:, None])
-    highs, highs_biased = _nearest(_high(magnitudes), r[:, None], s[:, None])
+    magnitudes = _min_pairs(magnitudes, pair_of(limit, limit)[:, None])
+    lows, lows_biased = _nearest(low_half(magnitudes), r[:, None], s[:, None])
+    highs, highs_biased = _nearest(high_half(magnitudes), r[:, None], s[:, None])
     return lows, highs, lows_biased, highs_biased, effective[:, None], signs, byte
 
 
@@ -125,11 +125,11 @@ def guided(pairs, word, byte, global_scale, NUM_BITS: tl.constexpr):
     r, s = reciprocal_of(effective)
     # A NaN is passed on, but not by a block of zeros.
     pairs &= tl.where(zero, 0, -1)[:, None]
-    magnitudes = _min_pairs(pairs & _MAGNITUDES, _pair(limit, limit)[:, None])
+    magnitudes = _min_pairs(pairs & _MAGNITUDES, pair_of(limit, limit)[:, None])
     even = 2 * tl.arange(0, 4)[None, :]
     word = word[:, None]
-    lows = _low(magnitudes)
-    highs = _high(magnitudes)
+    lows = low_half(magnitudes)
+    highs = high_half(magnitudes)
     lows = _guided_half(lows, pairs << 16, r[:, None], s[:, None], word, even, NUM_BITS)
     highs = _guided_half(highs, pairs, r[:, None], s[:, None], word, even + 1, NUM_BITS)
     return dequantised(lows, highs, effective[:, None], pairs & _SIGNS)
@@ -156,7 +156,7 @@ def _guided_half(magnitude, sign, reciprocal, rest, word, column, NUM_BITS: tl.c
 @triton.jit
 def dequantised(lows, highs, effective, signs):
     """Gives the BF16 pairs of magnitudes on the ladder."""
-    return _pair(highs * effective, lows * effective) | signs
+    return pair_of(highs * effective, lows * effective) | signs
 
 
 @triton.jit
@@ -164,7 +164,7 @@ def store_pairs(y_ptr, pairs, left, tile, T: tl.constexpr):
     """Stores the pairs [T, 4] of a tile."""
     octets = tl.arange(0, T)[:, None] + tile * T
     columns = octets * 4 + tl.arange(0, 4)[None, :]
-    tl.store(_as_pairs(y_ptr) + columns, pairs, mask=octets < left)
+    tl.store(as_pairs(y_ptr) + columns, pairs, mask=octets < left)
 
 
 @triton.jit
@@ -197,7 +197,14 @@ def recorded(pairs, global_scale, NUM_BITS: tl.constexpr, T: tl.constexpr):
 def paired(x, T: tl.constexpr):
     """Gives FP32 [T, 8] as BF16 pairs [T, 4]."""
     low, high = tl.split(tl.reshape(x, (T, 4, 2)))
-    return _pair(high, low)
+    return pair_of(high, low)
+
+
+@triton.jit
+def unpaired(pairs, T: tl.constexpr):
+    """Gives pairs [T, 4] as BF16 [T, 8]."""
+    x = tl.reshape(tl.join(low_half(pairs), high_half(pairs)), (T, 8))
+    return x.to(tl.bfloat16)
 
 
 @triton.jit
@@ -271,17 +278,20 @@ def _columns(values, T: tl.constexpr):
 
 
 @triton.jit
-def _low(pairs):
+def low_half(pairs):
+    """Gives the first values of pairs, FP32."""
     return (pairs << 16).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _high(pairs):
+def high_half(pairs):
+    """Gives the second values of pairs, FP32."""
     return (pairs & _HIGH).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _as_pairs(pointer):
+def as_pairs(pointer):
+    """Gives a pointer to BF16 as one to pairs."""
     return pointer.to(tl.pointer_type(tl.int32), bitcast=True)
 
 
@@ -304,7 +314,8 @@ def _min_pairs(a, b):
 
 
 @triton.jit
-def _pair(high, low):
+def pair_of(high, low):
+    """Gives the pairs of FP32 values, rounded to BF16."""
     return tl.inline_asm_elementwise(
         "cvt.rn.bf16x2.f32 $0, $1, $2;", "=r,f,f", [high, low], dtype=tl.int32, is_pure=True, pack=1
     )

@@ -18,6 +18,9 @@ from megatron_trace.formats.constants import BLOCK_SIZE
 
 _SWIGLU_WARPS = 4
 _SWIGLU_TILES = 2
+# Octets of a thread of RMSNorm, when it rounds to nearest and when it is guided.
+_NORM_OCTETS = 4
+_NORM_OCTETS_GUIDED = 2
 # Octets of a row that a program of RMSNorm holds.
 _MAX_ROW_OCTETS = 4096
 
@@ -234,16 +237,19 @@ def _swiglu_kernel(
         octet = tl.arange(0, T) + tile * T
         # Before the gate of row r lie r rows of gates and r of ups.
         row = (first.to(tl.int32) + octet) // row_octets
-        gates = (first + octet + row.to(tl.int64) * row_octets)[:, None] * 8
-        gates += tl.arange(0, 8)[None, :]
+        gates = (first + octet + row.to(tl.int64) * row_octets)[:, None] * 4
+        gates += tl.arange(0, 4)[None, :]
         mask = (octet < left)[:, None]
-        gate = tl.load(x_ptr + gates, mask=mask, other=0.0).to(tl.float32)
-        up = tl.load(x_ptr + gates + row_octets * 8, mask=mask, other=0.0).to(tl.float32)
-        silu = tl.div_rn(gate, 1.0 + libdevice.exp(-gate)).to(tl.bfloat16)
-        x = silu.to(tl.float32) * up
+        hint = _hint(hint_ptr, scale_bytes_ptr, left, tile, GUIDED, T)
+        gate = tl.load(bf16.as_pairs(x_ptr) + gates, mask=mask, other=0)
+        up = tl.load(bf16.as_pairs(x_ptr) + gates + row_octets * 4, mask=mask, other=0)
+        silu = bf16.pair_of(_silu(bf16.high_half(gate)), _silu(bf16.low_half(gate)))
+        pairs = bf16.pair_of(
+            bf16.high_half(silu) * bf16.high_half(up), bf16.low_half(silu) * bf16.low_half(up)
+        )
         _quantise_tile(
-            x,
-            bf16.paired(x, T),
+            pairs,
+            hint,
             y_ptr,
             hint_ptr,
             scale_bytes_ptr,
@@ -275,18 +281,20 @@ def _rms_norm_kernel(
     first = tl.program_id(0).to(tl.int64) * row_octets
     x = octets.load_tile(x_ptr + first * 8, row_octets, 0, T).to(tl.float32)
     weight = octets.load_tile(weight_ptr, row_octets, 0, T).to(tl.float32)
+    hint_ptr += first
+    scale_bytes_ptr += first // 2
+    hint = _hint(hint_ptr, scale_bytes_ptr, row_octets, 0, GUIDED, T)
     g = tl.load(scale_ptr)
     mean = tl.div_rn(_sum_of_neighbours(x * x, T, LOG_T), (row_octets * 8).to(tl.float32))
     inverse = tl.div_rn(1.0, tl.sqrt_rn(mean + eps))
-    normed = x * inverse * weight
-    pairs = bf16.paired(normed, T)
+    pairs = bf16.paired(x * inverse * weight, T)
     bf16.store_pairs(normed_ptr + first * 8, pairs, row_octets, 0, T)
     _quantise_tile(
-        normed,
         pairs,
+        hint,
         y_ptr + first * 8,
-        hint_ptr + first,
-        scale_bytes_ptr + first // 2,
+        hint_ptr,
+        scale_bytes_ptr,
         g,
         row_octets,
         0,
@@ -294,6 +302,11 @@ def _rms_norm_kernel(
         GUIDED,
         T,
     )
+
+
+@triton.jit
+def _silu(gate):
+    return tl.div_rn(gate, 1.0 + libdevice.exp(-gate))
 
 
 @triton.jit
@@ -309,9 +322,17 @@ def _sum_of_neighbours(values, T: tl.constexpr, LOG_T: tl.constexpr):
 
 
 @triton.jit
+def _hint(hint_ptr, scale_bytes_ptr, left, tile, GUIDED: tl.constexpr, T: tl.constexpr):
+    hint = ()
+    if GUIDED:
+        hint = octets.load_hint(hint_ptr, scale_bytes_ptr, left, tile, T)
+    return hint
+
+
+@triton.jit
 def _quantise_tile(
-    x,
     pairs,
+    hint,
     y_ptr,
     hint_ptr,
     scale_bytes_ptr,
@@ -322,20 +343,25 @@ def _quantise_tile(
     GUIDED: tl.constexpr,
     T: tl.constexpr,
 ):
-    """Quantises x FP32 [T, 8], or its BF16 pairs, and stores the result, and a hint if recorded."""
+    """Quantises BF16 pairs [T, 4] and stores the result, and a hint if recorded.
+
+    A hint that guides has been loaded before, so as not to wait for it here.
+    """
     BITS: tl.constexpr = NUM_BITS if NUM_BITS else 1
     if GUIDED:
-        word, byte = octets.load_hint(hint_ptr, scale_bytes_ptr, left, tile, T)
+        word, byte = hint
         if bf16.is_usual(global_scale):
             y = bf16.guided(pairs, word, byte, global_scale, BITS)
         else:
-            general = octets.guided_octets(x.to(tl.bfloat16), word, byte, global_scale, BITS)
+            general = octets.guided_octets(bf16.unpaired(pairs, T), word, byte, global_scale, BITS)
             y = bf16.paired(general, T)
     else:
         if bf16.is_usual(global_scale):
             y, word, byte = bf16.recorded(pairs, global_scale, BITS, T)
         else:
-            general, word, byte = octets.rounded_octets(x.to(tl.bfloat16), global_scale, BITS, T)
+            general, word, byte = octets.rounded_octets(
+                bf16.unpaired(pairs, T), global_scale, BITS, T
+            )
             y = bf16.paired(general, T)
         if NUM_BITS:
             octets.store_hint(hint_ptr, scale_bytes_ptr, word, byte, left, tile, T)
@@ -373,8 +399,6 @@ def _launch_swiglu(
             T=octets_per_tile,
             TILES=_SWIGLU_TILES,
             num_warps=_SWIGLU_WARPS,
-            # exp as torch has it.
-            enable_reflect_ftz=False,
         )
 
 
@@ -395,6 +419,7 @@ def _launch_norm(
         return
     row_octets = x.shape[-1] // 8
     tile = triton.next_power_of_2(row_octets)
+    per_thread = _NORM_OCTETS_GUIDED if guided else _NORM_OCTETS
     with torch.cuda.device_of(x):
         _rms_norm_kernel[(x.numel() // x.shape[-1],)](
             x,
@@ -410,7 +435,7 @@ def _launch_norm(
             GUIDED=guided,
             T=tile,
             LOG_T=tile.bit_length() - 1,
-            num_warps=min(max(tile // 32, 1), 16),
+            num_warps=min(max(tile // (32 * per_thread), 1), 16),
             # A product and a sum round twice, as in `fused`.
             enable_fp_fusion=False,
         )
