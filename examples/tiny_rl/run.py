@@ -29,10 +29,12 @@ if __name__ == "__main__":  # Megatron and torch announce deprecations of their 
 import argparse
 import contextlib
 import dataclasses
+import faulthandler
 import hashlib
 import itertools
 import json
 import shutil
+import signal
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -207,6 +209,8 @@ def saved_steps(folder: Path, options: argparse.Namespace) -> Path | None:
     checkpoints = folder / "checkpoints"
     if not options.resume:
         shutil.rmtree(checkpoints, ignore_errors=True)
+    for unfinished in checkpoints.glob("step-*.tmp-*"):  # Of a save that was interrupted.
+        shutil.rmtree(unfinished)
     # Nothing is saved of a run that the interruption kept from its first checkpoint.
     return checkpoint.latest(checkpoints) if any(checkpoints.glob("step-??????")) else None
 
@@ -324,6 +328,7 @@ def do_all_runs(options: argparse.Namespace) -> list[RunSummary]:
 def main() -> None:
     """Does all runs and reports."""
     options = parse_options()
+    faulthandler.unregister(signal.SIGINT)  # Megatron's engine would print a stack first.
     # Matrices of this size gain nothing from a second thread and lose much when a core is busy.
     torch.set_num_threads(1)
     try:

@@ -58,7 +58,10 @@ def test_resumed_program_continues_exactly(do_runs, tmp_path):
     # A checkpoint of the first run would be the latest one.
     saved = (tmp_path / "seed-0" / "trace" / "checkpoints").iterdir()
     assert [path.name for path in saved] == ["step-000001"]
+    unfinished = tmp_path / "seed-0" / "trace" / "checkpoints" / "step-000002.tmp-1"
+    unfinished.mkdir()
     _, summaries = do_runs("--steps", "2", "--runs", "trace", "--resume")
+    assert not unfinished.exists()
     assert gaps(tmp_path) == through
     assert summaries[0].name == "trace"
 
