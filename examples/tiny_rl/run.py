@@ -30,6 +30,7 @@ import argparse
 import contextlib
 import dataclasses
 import faulthandler
+import fcntl
 import hashlib
 import itertools
 import json
@@ -286,6 +287,23 @@ def _told_in_one_line() -> Iterator[None]:
         raise SystemExit(f"error: {error}") from error
 
 
+@contextlib.contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """Ends the program if another one writes into the folder, and keeps others out meanwhile."""
+    with contextlib.ExitStack() as stack:
+        with _told_in_one_line():
+            folder.mkdir(parents=True, exist_ok=True)
+            lock = stack.enter_context((folder / "lock").open("a"))
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise SystemExit(
+                f"error: another run writes into {folder}; wait for its end or give another "
+                "--output"
+            ) from None
+        yield
+
+
 def do_all_runs(options: argparse.Namespace) -> list[RunSummary]:
     """Does every run of every seed, all from the same warm-started weights."""
     with _told_in_one_line():
@@ -332,7 +350,7 @@ def main() -> None:
     # Matrices of this size gain nothing from a second thread and lose much when a core is busy.
     torch.set_num_threads(1)
     try:
-        with single_process(seed=0):
+        with alone_in(options.output), single_process(seed=0):
             summaries = do_all_runs(options)
     except KeyboardInterrupt:
         print("\ninterrupted; the same command with --resume continues", flush=True)

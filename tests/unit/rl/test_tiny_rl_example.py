@@ -96,3 +96,12 @@ def test_broken_prompt_file_is_told_in_one_line(demo, do_runs, tmp_path):
     tasks.write_text('{"prompt": "1+1=",\n')
     with pytest.raises(SystemExit, match=r"error: .*broken\.jsonl, line 1: not valid JSON"):
         do_runs("--tasks", str(tasks))
+
+
+def test_second_program_in_the_same_folder_is_refused(demo, tmp_path):
+    with demo.alone_in(tmp_path):
+        second = demo.alone_in(tmp_path)
+        with pytest.raises(SystemExit, match="another run writes into"):
+            second.__enter__()
+    with demo.alone_in(tmp_path):
+        pass
