@@ -30,7 +30,14 @@ import triton
 import triton.language as tl
 from triton.testing import do_bench
 
-from megatron_trace.formats import E2M1_VALUES, fused, kernels, kernels_bf16, kernels_fused
+from megatron_trace.formats import (
+    E2M1_VALUES,
+    fused,
+    kernels,
+    kernels_bf16,
+    kernels_fused,
+    kernels_mxfp4,
+)
 from megatron_trace.formats.kernels import Launch
 from megatron_trace.testing.hard_inputs import MIDPOINTS, hard_inputs
 from megatron_trace.testing.kernel_equality import assert_kernels_equal_reference
@@ -265,7 +272,10 @@ def _measure_dtype(dtype: torch.dtype, megabytes: int, sweep: bool) -> dict:
                 rates[key] = rate(bytes_per_value, lambda c=call, la=launch: c(launch=la))
         results[name] = {"TB/s": rates.pop("chosen"), "sweep": rates}
     if dtype == torch.bfloat16:
-        for name, bytes_per_value, call in _fused_calls(rotating, scale):
+        for name, bytes_per_value, call in (
+            *_fused_calls(rotating, scale),
+            *_mxfp4_calls(rotating),
+        ):
             results[name] = {"TB/s": rate(bytes_per_value, call)}
     # Clocks drift: the copy before and after brackets what lies between.
     results["copy"]["TB/s after"] = rate(2 * size, copy)
@@ -347,6 +357,23 @@ def _fused_calls(
         lambda: swiglu("swiglu_guided", *swiglu_hint, num_bits=1),
     )
     yield "swiglu rtn, apart", 3, lambda: kernels.rtn(fused.swiglu(next(rotating)), scale)
+
+
+def _mxfp4_calls(rotating: Iterator[torch.Tensor]) -> Iterator[tuple[str, float, Callable]]:
+    """Gives names, bytes usefully moved per value, and calls, for BF16."""
+    yield "MXFP4 rtn", 4, lambda: kernels_mxfp4.rtn(next(rotating))
+    for bits in (1, 4):
+        _, *hint = kernels_mxfp4.rtn_record(next(rotating), num_bits=bits)
+        moved = 4 + bits / 8 + 1 / 32
+
+        def record(bits: int = bits) -> object:
+            return kernels_mxfp4.rtn_record(next(rotating), num_bits=bits)
+
+        def guide(bits: int = bits, hint: list[torch.Tensor] = hint) -> object:
+            return kernels_mxfp4.guided(next(rotating), *hint, num_bits=bits)
+
+        yield f"MXFP4 rtn_record, {bits} bit", moved, record
+        yield f"MXFP4 guided, {bits} bit", moved, guide
 
 
 def _modelopt_call(rotating: Iterator[torch.Tensor], scale: torch.Tensor) -> Callable | None:

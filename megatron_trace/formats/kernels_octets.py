@@ -44,6 +44,15 @@ def rounded_octets(x, global_scale, NUM_BITS: tl.constexpr, T: tl.constexpr):
     sign_bits = sign_bits_of(x)
     y = dequantised(nearest, sign_bits, effective, zero)
 
+    word = hint_word(biased, power, sign_bits, NUM_BITS)
+    word = tl.reshape(tl.where(tl.reshape(zero, (T // 2, 1)), 0, word), (T,))
+    byte = tl.reshape(tl.broadcast_to(byte, (T // 2, 2, 1)), (T,))
+    return tl.reshape(y, (T, 8)), word, byte
+
+
+@triton.jit
+def hint_word(biased, power, sign_bits, NUM_BITS: tl.constexpr):
+    """Gives int32 [N, M], the hint that [N, M, 8] of `round_to_ladder` leave behind."""
     biased = biased.to(tl.int32, bitcast=True)
     column = tl.arange(0, 8)[None, None, :]
     if NUM_BITS == 1:
@@ -54,9 +63,7 @@ def rounded_octets(x, global_scale, NUM_BITS: tl.constexpr, T: tl.constexpr):
             word = tl.sum((index & 3) << (2 * column), axis=2)
         else:
             word = tl.sum((index | ((sign_bits >> 28) & 8)) << (4 * column), axis=2)
-    word = tl.reshape(tl.where(tl.reshape(zero, (T // 2, 1)), 0, word), (T,))
-    byte = tl.reshape(tl.broadcast_to(byte, (T // 2, 2, 1)), (T,))
-    return tl.reshape(y, (T, 8)), word, byte
+    return word
 
 
 @triton.jit
@@ -73,14 +80,31 @@ def guided_octets(x, word, byte, global_scale, NUM_BITS: tl.constexpr):
     Returns:
         FP32 [T, 8].
     """
-    word = word[:, None]
     effective = (_block_scale_value(byte) * global_scale)[:, None]
     zero = (byte[:, None] == 0) | (effective == 0)
     effective = tl.where(zero, 0.0, effective)
     # A NaN is passed on, but not by a block of zeros.
-    magnitude = tl.where(zero, 0.0, tl.abs(x.to(tl.float32)))
+    a = _quotient(tl.where(zero, 0.0, tl.abs(x.to(tl.float32))), effective)
+    return guided_by_scale(x, word, a, effective, zero, NUM_BITS)
+
+
+@triton.jit
+def guided_by_scale(x, word, a, effective, zero, NUM_BITS: tl.constexpr):
+    """Gives x [T, 8] guided by the hint of its octets.
+
+    Args:
+        x: float [T, 8].
+        word: int32 [T]; 8 mantissa bits, or 8 codes.
+        a: FP32 [T, 8]; |x| / effective, 0 in blocks of zeros.
+        effective: FP32 [T, 1], 0 where `zero`.
+        zero: bool [T, 1], whether the block is one of zeros.
+        NUM_BITS: 1 or 4.
+
+    Returns:
+        FP32 [T, 8].
+    """
+    word = word[:, None]
     # From 4 on the candidates are 4 and 6, so that 5 may stand for all values beyond.
-    a = _quotient(magnitude, effective)
     a = tl.minimum(a, 5.0, propagate_nan=tl.PropagateNan.ALL)
     lower, upper, power = _candidates(a)
     column = tl.arange(0, 8)[None, :]
@@ -153,15 +177,15 @@ def nearest_octets(x, global_scale):
         byte: int32 [T / 2, 1, 1] E4M3.
     """
     magnitude = tl.abs(x)
-    amax = tl.reduce(magnitude, 2, _max, keep_dims=True)
-    amax = tl.reduce(amax, 1, _max, keep_dims=True)
+    amax = tl.reduce(magnitude, 2, max_of, keep_dims=True)
+    amax = tl.reduce(amax, 1, max_of, keep_dims=True)
     block_scale, byte = _block_scale(amax, global_scale)
     effective = block_scale * global_scale
     zero = (amax == 0) | (effective == 0)
     effective = tl.where(zero, 0.0, effective)
     a = _quotient(magnitude, effective)
     # Not tl.minimum: a NaN is to become 6, in the interpreter too.
-    nearest, biased, power = _round_to_ladder(tl.where(a < 6.0, a, 6.0))
+    nearest, biased, power = round_to_ladder(tl.where(a < 6.0, a, 6.0))
     return nearest, biased, power, effective, zero, tl.where(zero, 0, byte)
 
 
@@ -201,7 +225,7 @@ def _ladder_value(index):
 
 
 @triton.jit
-def _round_to_ladder(a):
+def round_to_ladder(a):
     """Gives a, 0 to 6, rounded to E2M1; the biased sum that rounds it; its power of two p, >= 1."""
     power = _power(a)
     biased = tl.fma(power, _LADDER_BIAS, a)
@@ -251,5 +275,5 @@ def dequantised(magnitude, sign_bits, effective, zero):
 
 
 @triton.jit
-def _max(a, b):
+def max_of(a, b):
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)

@@ -1,0 +1,266 @@
+"""Triton kernels of MXFP4: the same names, arguments and bits as `mxfp4`.
+
+Legend: as `kernels`; a block is 4 octets. Scales are powers of two, and so are their reciprocals:
+a product with one is the quotient, rounded once, whatever the dtype.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from triton.runtime.interpreter import InterpretedFunction
+
+from megatron_trace.formats import kernels_octets as octets
+from megatron_trace.formats.checks import (
+    require_guide,
+    require_input,
+    require_no_global_scale,
+    require_num_bits,
+)
+from megatron_trace.formats.constants import MX_BLOCK_SIZE
+from megatron_trace.formats.scales_e8m0 import DEFAULT_RULE, ScaleRule
+
+_FRACTION_MASK: tl.constexpr = tl.constexpr((1 << 23) - 1)
+# FP32 bits of 2^-127, a denormal number.
+_LEAST_BITS: tl.constexpr = tl.constexpr(1 << 22)
+# What `even` adds to the bits of a maximum: half a step of E2M1.
+_HALF_STEP: tl.constexpr = tl.constexpr(1 << 21)
+_RULES = ("rceil", "floor", "even", "ceil")
+_WARPS = 4
+# Of an octet, by bits a value.
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+def rtn(
+    x: torch.Tensor,
+    global_scale: None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    scale_rule: ScaleRule = DEFAULT_RULE,
+) -> torch.Tensor:
+    """Gives `mxfp4.rtn`.
+
+    Args:
+        x: float [..., K] on a GPU.
+        global_scale: None.
+        dtype: dtype in which the dequantised values are rounded; None is that of x.
+        scale_rule: How the scale follows from the largest magnitude of a block.
+
+    Returns:
+        [..., K] in the dtype of x.
+
+    Raises:
+        ValueError: K is not a multiple of 32, the rule is unknown, or x is not on a GPU.
+    """
+    x = _require_input(x, global_scale)
+    y = torch.empty_like(x)
+    _launch(_record_kernel, x, dtype, x, y, y, y, NUM_BITS=0, RULE=_rule(scale_rule))
+    return y
+
+
+def rtn_record(
+    x: torch.Tensor,
+    global_scale: None = None,
+    *,
+    num_bits: int,
+    dtype: torch.dtype | None = None,
+    scale_rule: ScaleRule = DEFAULT_RULE,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gives `mxfp4.rtn_record`.
+
+    Args:
+        x: float [..., K] on a GPU.
+        global_scale: None.
+        num_bits: 1, 2 or 4.
+        dtype: dtype in which the dequantised values are rounded; None is that of x.
+        scale_rule: How the scale follows from the largest magnitude of a block.
+
+    Returns:
+        y: [..., K] in the dtype of x.
+        hint: uint8 [..., K * num_bits / 8].
+        scale_bytes: uint8 [..., B], E8M0.
+
+    Raises:
+        ValueError: K is not a multiple of 32, num_bits is not 1, 2 or 4, the rule is unknown, or x
+            is not on a GPU.
+    """
+    require_num_bits(num_bits)
+    x = _require_input(x, global_scale)
+    *rows, length = x.shape
+    y = torch.empty_like(x)
+    hint = x.new_empty((*rows, length * num_bits // 8), dtype=torch.uint8)
+    scale_bytes = x.new_empty((*rows, length // MX_BLOCK_SIZE), dtype=torch.uint8)
+    words = hint.flatten().view(_WORDS[num_bits])
+    rule = _rule(scale_rule)
+    _launch(_record_kernel, x, dtype, x, y, words, scale_bytes, NUM_BITS=num_bits, RULE=rule)
+    return y, hint, scale_bytes
+
+
+def guided(
+    x: torch.Tensor,
+    hint: torch.Tensor,
+    scale_bytes: torch.Tensor,
+    global_scale: None = None,
+    *,
+    num_bits: int,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Gives `mxfp4.guided`.
+
+    Args:
+        x: float [..., K] on a GPU; the trainer's values.
+        hint: uint8 [..., K * num_bits / 8].
+        scale_bytes: uint8 [..., B]; the rollout's block scales.
+        global_scale: None.
+        num_bits: 1, 2 or 4.
+        dtype: dtype in which the dequantised values are rounded; None is that of x.
+
+    Returns:
+        [..., K] in the dtype of x.
+
+    Raises:
+        ValueError: Shapes disagree, K is not a multiple of 32, num_bits is not 1, 2 or 4, or a
+            tensor is not on the GPU of x.
+    """
+    require_num_bits(num_bits)
+    require_guide(x, hint, scale_bytes, num_bits, block_size=MX_BLOCK_SIZE)
+    x = _require_input(x, global_scale)
+    for name, tensor in (("hint", hint), ("scale_bytes", scale_bytes)):
+        if tensor.device != x.device:
+            raise ValueError(f"{name} must lie on {x.device} like x; got {tensor.device}")
+    y = torch.empty_like(x)
+    words, dtype_of_words = hint.flatten(), _WORDS[num_bits]
+    aligned = words.data_ptr() % dtype_of_words.itemsize == 0
+    words = (words if aligned else words.clone()).view(dtype_of_words)
+    _launch(_guided_kernel, x, dtype, x, words, scale_bytes.contiguous(), y, NUM_BITS=num_bits)
+    return y
+
+
+@triton.jit(do_not_specialize=["num_octets"])
+def _record_kernel(
+    x_ptr,
+    y_ptr,
+    hint_ptr,
+    scale_bytes_ptr,
+    num_octets,
+    NUM_BITS: tl.constexpr,
+    RULE: tl.constexpr,
+    ROUNDED: tl.constexpr,
+    T: tl.constexpr,
+):
+    first, left = octets.octets_of_program(num_octets, T, 1)
+    x = tl.reshape(octets.load_tile(x_ptr + first * 8, left, 0, T), (T // 4, 4, 8))
+    magnitude = tl.abs(x.to(tl.float32))
+    amax = tl.reduce(magnitude, 2, octets.max_of, keep_dims=True)
+    amax = tl.reduce(amax, 1, octets.max_of, keep_dims=True)
+    byte = _scale_byte(amax, RULE)
+    effective, reciprocal, zero = _scales(byte)
+    # Not tl.minimum: a NaN is to become 6, in the interpreter too.
+    a = magnitude * reciprocal
+    nearest, biased, power = octets.round_to_ladder(tl.where(a < 6.0, a, 6.0))
+    sign_bits = octets.sign_bits_of(x)
+    y = octets.dequantised(nearest, sign_bits, effective, zero).to(ROUNDED)
+    octets.store_tile(y_ptr + first * 8, y, left, 0, T)
+    if NUM_BITS:
+        word = octets.hint_word(biased, power, sign_bits, NUM_BITS)
+        word = tl.reshape(tl.where(tl.reshape(zero, (T // 4, 1)), 0, word), (T,))
+        octet = tl.arange(0, T)
+        word = word.to(hint_ptr.dtype.element_ty)
+        tl.store(hint_ptr + first + octet, word, mask=octet < left)
+        byte = tl.reshape(tl.broadcast_to(byte, (T // 4, 4, 1)), (T,)).to(tl.uint8)
+        mask = (octet < left) & (octet % 4 == 0)
+        tl.store(scale_bytes_ptr + first // 4 + octet // 4, byte, mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_octets"])
+def _guided_kernel(
+    x_ptr,
+    hint_ptr,
+    scale_bytes_ptr,
+    y_ptr,
+    num_octets,
+    NUM_BITS: tl.constexpr,
+    ROUNDED: tl.constexpr,
+    T: tl.constexpr,
+):
+    first, left = octets.octets_of_program(num_octets, T, 1)
+    octet = tl.arange(0, T)
+    mask = octet < left
+    x = octets.load_tile(x_ptr + first * 8, left, 0, T)
+    word = tl.load(hint_ptr + first + octet, mask=mask, other=0).to(tl.int32)
+    byte = tl.load(scale_bytes_ptr + first // 4 + octet // 4, mask=mask, other=0).to(tl.int32)
+    effective, reciprocal, zero = _scales(byte[:, None])
+    # A NaN is passed on, but not by a block of zeros.
+    a = tl.where(zero, 0.0, tl.abs(x.to(tl.float32))) * reciprocal
+    y = octets.guided_by_scale(x, word, a, effective, zero, NUM_BITS).to(ROUNDED)
+    octets.store_tile(y_ptr + first * 8, y, left, 0, T)
+
+
+@triton.jit
+def _scale_byte(amax, RULE: tl.constexpr):
+    """Gives the E8M0 byte, int32, of a block's largest magnitude; `scales_e8m0` says the rules."""
+    bits = amax.to(tl.int32, bitcast=True)
+    if RULE == "rceil":
+        byte = _exponent_rounded_up(tl.div_rn(amax, 6.0))
+    elif RULE == "floor":
+        byte = (bits >> 23) - 2
+    elif RULE == "even":
+        byte = ((bits + _HALF_STEP) >> 23) - 2
+    else:
+        byte = _exponent_rounded_up(amax) - 2
+    byte = tl.minimum(tl.maximum(byte, 0), 254)
+    return tl.where(amax == amax, byte, 255)
+
+
+@triton.jit
+def _exponent_rounded_up(value):
+    bits = value.to(tl.int32, bitcast=True)
+    return tl.where(bits <= _LEAST_BITS, 0, (bits + _FRACTION_MASK) >> 23)
+
+
+@triton.jit
+def _scales(byte):
+    """Gives the scale of a byte, 0 for byte 0; its reciprocal; whether the byte is 0."""
+    scale = (byte << 23).to(tl.float32, bitcast=True)
+    scale = tl.where(byte == 255, float("nan"), scale)
+    reciprocal = tl.maximum((254 - byte) << 23, _LEAST_BITS).to(tl.float32, bitcast=True)
+    return scale, tl.where(byte == 255, float("nan"), reciprocal), byte == 0
+
+
+_INTERPRETED = isinstance(_record_kernel, InterpretedFunction)
+
+
+def _launch(
+    kernel, x: torch.Tensor, dtype: torch.dtype | None, *arguments: torch.Tensor, **constants
+) -> None:
+    num_octets = x.numel() // 8
+    if num_octets == 0:
+        return
+    tile = 32 * _WARPS
+    with torch.cuda.device_of(x):
+        kernel[(triton.cdiv(num_octets, tile),)](
+            *arguments,
+            num_octets,
+            **constants,
+            ROUNDED=_DTYPES[dtype or x.dtype],
+            T=tile,
+            num_warps=_WARPS,
+        )
+
+
+def _require_input(x: torch.Tensor, global_scale: None) -> torch.Tensor:
+    require_no_global_scale(global_scale)
+    require_input(x, MX_BLOCK_SIZE)
+    if not (x.is_cuda or _INTERPRETED):
+        raise ValueError(f"the Triton kernels of MXFP4 need x on a GPU; got {x.device}")
+    if x.dtype not in _DTYPES:
+        raise ValueError(f"the Triton kernels of MXFP4 take FP32, BF16 and FP16; got {x.dtype}")
+    return x.contiguous()
+
+
+def _rule(scale_rule: ScaleRule) -> str:
+    if scale_rule not in _RULES:
+        raise ValueError(f"scale_rule must be one of {', '.join(_RULES)}; got {scale_rule!r}")
+    return scale_rule
