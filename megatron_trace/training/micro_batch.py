@@ -195,9 +195,7 @@ def _hints(
         hints = [_get(sample, place, store, RecordKind.HINT, tolerant) for sample in samples]
         if any(hint is not None for hint in hints):
             trace = sites.trace
-            rows[place] = _stack(
-                hints, place, sites, positions, trace.hint_bits, trace.hint_scales
-            )
+            rows[place] = _stack(hints, place, sites, positions, trace.hint_bits, trace.hint_scales)
     return rows
 
 
