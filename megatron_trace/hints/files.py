@@ -23,7 +23,7 @@ from megatron_trace.hints.folder import (
 )
 from megatron_trace.hints.manifest import manifest_name
 from megatron_trace.hints.sample_file import Place, SampleFile, Shard
-from megatron_trace.hints.store import RecordKind
+from megatron_trace.hints.store import RecordKind, require_same_rollout
 from megatron_trace.hints.tensor_file import BytesRead, DamagedFileError
 from megatron_trace.hints.types import HintKey, RolloutSample, SiteHint
 
@@ -110,7 +110,7 @@ class HintFiles:
                 f"committed; record it, or set missing_hints=rtn ({key})"
             )
         for file in self._files(key.sample_id, stored):
-            _require_same_rollout(file, key, num_rows)
+            require_same_rollout(file, key, num_rows, where=f"{file.path}: ")
             record = file.record(kind, (key.layer, key.site))
             if record is not None:
                 return record
@@ -259,16 +259,3 @@ def _stamp(path: Path) -> tuple[int, int, int] | None:
     except FileNotFoundError:
         return None
     return status.st_size, status.st_mtime_ns, status.st_ino
-
-
-def _require_same_rollout(file: SampleFile, key: HintKey, num_rows: int) -> None:
-    for name, stored, wanted in (
-        ("policy version", file.policy_version, key.policy_version),
-        ("quantiser settings", file.settings_digest, key.settings_digest),
-        ("number of rows", file.num_rows, num_rows),
-    ):
-        if stored != wanted:
-            raise ValueError(
-                f"{file.path}: the records of sample {key.sample_id} have {name} {stored}, but "
-                f"{wanted} was given; hints guide only the rollout that made them ({key})"
-            )

@@ -8,6 +8,7 @@ from __future__ import annotations
 import enum
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from megatron_trace.hints.types import HintKey, Site, SiteHint
 
@@ -68,7 +69,7 @@ class HintStore:
         records = self._samples.get(key.sample_id)
         if records is None:
             records = _SampleRecords(key.policy_version, key.settings_digest, hint.num_rows)
-        _require_same_rollout(records, key, hint.num_rows)
+        require_same_rollout(records, key, hint.num_rows)
         places = records.by_place[kind]
         if (key.layer, key.site) in places:
             raise ValueError(
@@ -97,7 +98,7 @@ class HintStore:
                 f"no {kind} record: nothing is stored for this sample, of {len(self._samples)} "
                 f"samples stored; record it, or set missing_hints=rtn ({key})"
             )
-        _require_same_rollout(records, key, num_rows)
+        require_same_rollout(records, key, num_rows)
         hint = records.by_place[kind].get((key.layer, key.site))
         if hint is None:
             stored = ", ".join(f"{layer}.{site}" for layer, site in sorted(records.by_place[kind]))
@@ -142,7 +143,33 @@ class HintStore:
         return expired
 
 
-def _require_same_rollout(records: _SampleRecords, key: HintKey, num_rows: int) -> None:
+class RolloutRecords(Protocol):
+    """What is stored of one sample, in memory or in a file."""
+
+    @property
+    def policy_version(self) -> int: ...
+
+    @property
+    def settings_digest(self) -> str: ...
+
+    @property
+    def num_rows(self) -> int: ...
+
+
+def require_same_rollout(
+    records: RolloutRecords, key: HintKey, num_rows: int, *, where: str = ""
+) -> None:
+    """Checks that the stored records are of the rollout that the key names.
+
+    Args:
+        records: What is stored of the sample.
+        key: What is asked for, or about to be added.
+        num_rows: Rows that the sample has.
+        where: Beginning of the message, such as a file's name and a colon.
+
+    Raises:
+        ValueError: Policy version, quantiser settings or number of rows differ.
+    """
     for name, stored, wanted in (
         ("policy version", records.policy_version, key.policy_version),
         ("quantiser settings", records.settings_digest, key.settings_digest),
@@ -150,6 +177,6 @@ def _require_same_rollout(records: _SampleRecords, key: HintKey, num_rows: int) 
     ):
         if stored != wanted:
             raise ValueError(
-                f"the records of sample {key.sample_id} have {name} {stored}, but {wanted} was "
-                f"given; hints guide only the rollout that made them ({key})"
+                f"{where}the records of sample {key.sample_id} have {name} {stored}, but {wanted} "
+                f"was given; hints guide only the rollout that made them ({key})"
             )
