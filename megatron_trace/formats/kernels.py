@@ -5,7 +5,8 @@ thread: 16 bytes of BF16, loaded and stored at once, whose hint bits are packed 
 thread. A program handles several tiles.
 
 There are two paths. `kernels_octets` takes every dtype and global scale, and Triton's interpreter
-runs it. BF16 under a usual global scale takes `kernels_bf16`, for speed.
+runs it. BF16 under usual global scales takes `kernels_bf16`, for speed. ROW is how many octets
+share a global scale, those of a row, or 0 where there is one for all.
 """
 
 from __future__ import annotations
@@ -19,7 +20,12 @@ from triton.runtime.interpreter import InterpretedFunction
 
 from megatron_trace.formats import kernels_bf16 as bf16
 from megatron_trace.formats import kernels_octets as octets
-from megatron_trace.formats.checks import as_fp32, require_guide, require_input, require_num_bits
+from megatron_trace.formats.checks import (
+    as_row_scales,
+    require_guide,
+    require_input,
+    require_num_bits,
+)
 from megatron_trace.formats.constants import BLOCK_SIZE
 
 
@@ -57,7 +63,7 @@ def rtn(
 
     Args:
         x: float [..., K] on a GPU.
-        global_scale: FP32 0-d tensor or number, decode side.
+        global_scale: FP32 0-d tensor or number, or one for each row, decode side.
         dtype: dtype in which the dequantised values are rounded; None is that of x.
         launch: Tiles and warps; None is what was fastest.
 
@@ -67,9 +73,11 @@ def rtn(
     Raises:
         ValueError: K is not a multiple of 16, or x is not on a GPU.
     """
-    x, scale = _require_input(x, global_scale)
+    x, scale = prepared(x, global_scale)
     y = torch.empty_like(x)
-    _launch(_rtn_kernel, x, dtype, launch or _chosen(x, RTN_LAUNCH), x, y, scale)
+    _launch(
+        _rtn_kernel, x, dtype, launch or _chosen(x, RTN_LAUNCH), x, y, scale, ROW=row_of(x, scale)
+    )
     return y
 
 
@@ -85,7 +93,7 @@ def rtn_record(
 
     Args:
         x: float [..., K] on a GPU.
-        global_scale: FP32 0-d tensor or number, decode side.
+        global_scale: FP32 0-d tensor or number, or one for each row, decode side.
         num_bits: 1, 2 (lowest bits) or 4 (codes) per value of the hint.
         dtype: dtype in which the dequantised values are rounded; None is that of x.
         launch: Tiles and warps; None is what was fastest.
@@ -99,12 +107,12 @@ def rtn_record(
         ValueError: K is not a multiple of 16, num_bits is not 1, 2 or 4, or x is not on a GPU.
     """
     require_num_bits(num_bits)
-    x, scale = _require_input(x, global_scale)
+    x, scale = prepared(x, global_scale)
     *rows, length = x.shape
     y = torch.empty_like(x)
     hint = x.new_empty((*rows, length * num_bits // 8), dtype=torch.uint8)
     scale_bytes = x.new_empty((*rows, length // BLOCK_SIZE), dtype=torch.uint8)
-    words = hint.flatten().view(_WORDS[num_bits])
+    words = hint.flatten().view(WORDS[num_bits])
     _launch(
         _rtn_record_kernel,
         x,
@@ -116,6 +124,7 @@ def rtn_record(
         scale_bytes,
         scale,
         NUM_BITS=num_bits,
+        ROW=row_of(x, scale),
     )
     return y, hint, scale_bytes
 
@@ -136,7 +145,7 @@ def guided(
         x: float [..., K] on a GPU; the trainer's values.
         hint: uint8 [..., K * num_bits / 8]; packed lowest bits (1, 2) or codes (4).
         scale_bytes: uint8 [..., B]; the rollout's block scales.
-        global_scale: FP32 0-d tensor or number; the rollout's global scale, decode side.
+        global_scale: FP32 0-d tensor or number, or one for each row; the rollout's, decode side.
         num_bits: 1, 2 or 4.
         dtype: dtype in which the dequantised values are rounded; None is that of x.
         launch: Tiles and warps; None is what was fastest.
@@ -149,12 +158,12 @@ def guided(
             tensor is not on the GPU of x.
     """
     require_guide(x, hint, scale_bytes, num_bits)
-    x, scale = _require_input(x, global_scale)
+    x, scale = prepared(x, global_scale)
     for name, tensor in (("hint", hint), ("scale_bytes", scale_bytes)):
         if tensor.device != x.device:
             raise ValueError(f"{name} must lie on {x.device} like x; got {tensor.device}")
     y = torch.empty_like(x)
-    words, dtype_of_words = hint.flatten(), _WORDS[num_bits]
+    words, dtype_of_words = hint.flatten(), WORDS[num_bits]
     aligned = words.data_ptr() % dtype_of_words.itemsize == 0
     words = (words if aligned else words.clone()).view(dtype_of_words)
     _launch(
@@ -168,6 +177,7 @@ def guided(
         y,
         scale,
         NUM_BITS=num_bits,
+        ROW=row_of(x, scale),
     )
     return y
 
@@ -178,6 +188,7 @@ def _rtn_kernel(
     y_ptr,
     scale_ptr,
     num_octets,
+    ROW: tl.constexpr,
     ROUNDED: tl.constexpr,
     PAIRS: tl.constexpr,
     T: tl.constexpr,
@@ -188,24 +199,33 @@ def _rtn_kernel(
     y_ptr += first * 8
     if PAIRS:
         tiles = bf16.load_pairs(x_ptr, left, T, TILES)
-        g = tl.load(scale_ptr)
-        if bf16.is_usual(g):
+        scales = octets.load_all_scales(scale_ptr, first, left, ROW, T, TILES)
+        if bf16.are_usual(scales, ROW, TILES):
             for tile in tl.static_range(TILES):
-                y, _, _ = bf16.recorded(tiles[tile], g, 1, T)
+                y, _, _ = bf16.recorded(tiles[tile], scales[tile], 1, T)
                 bf16.store_pairs(y_ptr, y, left, tile, T)
         else:
-            _rtn_tiles(x_ptr, y_ptr, g, left, ROUNDED, T, TILES)
+            _rtn_tiles(x_ptr, y_ptr, scale_ptr, first, left, ROW, ROUNDED, T, TILES)
     else:
-        _rtn_tiles(x_ptr, y_ptr, tl.load(scale_ptr), left, ROUNDED, T, TILES)
+        _rtn_tiles(x_ptr, y_ptr, scale_ptr, first, left, ROW, ROUNDED, T, TILES)
 
 
 @triton.jit
 def _rtn_tiles(
-    x_ptr, y_ptr, global_scale, left, ROUNDED: tl.constexpr, T: tl.constexpr, TILES: tl.constexpr
+    x_ptr,
+    y_ptr,
+    scale_ptr,
+    first,
+    left,
+    ROW: tl.constexpr,
+    ROUNDED: tl.constexpr,
+    T: tl.constexpr,
+    TILES: tl.constexpr,
 ):
     for tile in range(TILES):
         x = tl.reshape(octets.load_tile(x_ptr, left, tile, T), (T // 2, 2, 8))
-        nearest, _, _, effective, zero, _ = octets.nearest_octets(x.to(tl.float32), global_scale)
+        scales = octets.load_block_scales(scale_ptr, first, left, tile, ROW, T)
+        nearest, _, _, effective, zero, _ = octets.nearest_octets(x.to(tl.float32), scales)
         y = octets.dequantised(nearest, octets.sign_bits_of(x), effective, zero)
         octets.store_tile(y_ptr, y.to(ROUNDED), left, tile, T)
 
@@ -219,6 +239,7 @@ def _rtn_record_kernel(
     scale_ptr,
     num_octets,
     NUM_BITS: tl.constexpr,
+    ROW: tl.constexpr,
     ROUNDED: tl.constexpr,
     PAIRS: tl.constexpr,
     T: tl.constexpr,
@@ -231,20 +252,41 @@ def _rtn_record_kernel(
     scale_bytes_ptr += first // 2
     if PAIRS:
         tiles = bf16.load_pairs(x_ptr, left, T, TILES)
-        g = tl.load(scale_ptr)
-        if bf16.is_usual(g):
+        scales = octets.load_all_scales(scale_ptr, first, left, ROW, T, TILES)
+        if bf16.are_usual(scales, ROW, TILES):
             for tile in tl.static_range(TILES):
-                y, word, byte = bf16.recorded(tiles[tile], g, NUM_BITS, T)
+                y, word, byte = bf16.recorded(tiles[tile], scales[tile], NUM_BITS, T)
                 bf16.store_pairs(y_ptr, y, left, tile, T)
                 octets.store_hint(hint_ptr, scale_bytes_ptr, word, byte, left, tile, T)
         else:
             _rtn_record_tiles(
-                x_ptr, y_ptr, hint_ptr, scale_bytes_ptr, g, left, NUM_BITS, ROUNDED, T, TILES
+                x_ptr,
+                y_ptr,
+                hint_ptr,
+                scale_bytes_ptr,
+                scale_ptr,
+                first,
+                left,
+                NUM_BITS,
+                ROW,
+                ROUNDED,
+                T,
+                TILES,
             )
     else:
-        g = tl.load(scale_ptr)
         _rtn_record_tiles(
-            x_ptr, y_ptr, hint_ptr, scale_bytes_ptr, g, left, NUM_BITS, ROUNDED, T, TILES
+            x_ptr,
+            y_ptr,
+            hint_ptr,
+            scale_bytes_ptr,
+            scale_ptr,
+            first,
+            left,
+            NUM_BITS,
+            ROW,
+            ROUNDED,
+            T,
+            TILES,
         )
 
 
@@ -254,16 +296,19 @@ def _rtn_record_tiles(
     y_ptr,
     hint_ptr,
     scale_bytes_ptr,
-    global_scale,
+    scale_ptr,
+    first,
     left,
     NUM_BITS: tl.constexpr,
+    ROW: tl.constexpr,
     ROUNDED: tl.constexpr,
     T: tl.constexpr,
     TILES: tl.constexpr,
 ):
     for tile in range(TILES):
         x = octets.load_tile(x_ptr, left, tile, T)
-        y, word, byte = octets.rounded_octets(x, global_scale, NUM_BITS, T)
+        scales = octets.load_block_scales(scale_ptr, first, left, tile, ROW, T)
+        y, word, byte = octets.rounded_octets(x, scales, NUM_BITS, T)
         octets.store_tile(y_ptr, y.to(ROUNDED), left, tile, T)
         octets.store_hint(hint_ptr, scale_bytes_ptr, word, byte, left, tile, T)
 
@@ -277,6 +322,7 @@ def _guided_kernel(
     scale_ptr,
     num_octets,
     NUM_BITS: tl.constexpr,
+    ROW: tl.constexpr,
     ROUNDED: tl.constexpr,
     PAIRS: tl.constexpr,
     T: tl.constexpr,
@@ -292,19 +338,42 @@ def _guided_kernel(
         hints = ()
         for tile in tl.static_range(TILES):
             hints += (octets.load_hint(hint_ptr, scale_bytes_ptr, left, tile, T),)
-        g = tl.load(scale_ptr)
-        if bf16.is_usual(g):
+        scales = octets.load_all_scales(scale_ptr, first, left, ROW, T, TILES)
+        if bf16.are_usual(scales, ROW, TILES):
             for tile in tl.static_range(TILES):
                 word, byte = hints[tile]
-                y = bf16.guided(tiles[tile], word, byte, g, NUM_BITS)
+                y = bf16.guided(tiles[tile], word, byte, scales[tile], NUM_BITS)
                 bf16.store_pairs(y_ptr, y, left, tile, T)
         else:
             _guided_tiles(
-                x_ptr, hint_ptr, scale_bytes_ptr, y_ptr, g, left, NUM_BITS, ROUNDED, T, TILES
+                x_ptr,
+                hint_ptr,
+                scale_bytes_ptr,
+                y_ptr,
+                scale_ptr,
+                first,
+                left,
+                NUM_BITS,
+                ROW,
+                ROUNDED,
+                T,
+                TILES,
             )
     else:
-        g = tl.load(scale_ptr)
-        _guided_tiles(x_ptr, hint_ptr, scale_bytes_ptr, y_ptr, g, left, NUM_BITS, ROUNDED, T, TILES)
+        _guided_tiles(
+            x_ptr,
+            hint_ptr,
+            scale_bytes_ptr,
+            y_ptr,
+            scale_ptr,
+            first,
+            left,
+            NUM_BITS,
+            ROW,
+            ROUNDED,
+            T,
+            TILES,
+        )
 
 
 @triton.jit
@@ -313,9 +382,11 @@ def _guided_tiles(
     hint_ptr,
     scale_bytes_ptr,
     y_ptr,
-    global_scale,
+    scale_ptr,
+    first,
     left,
     NUM_BITS: tl.constexpr,
+    ROW: tl.constexpr,
     ROUNDED: tl.constexpr,
     T: tl.constexpr,
     TILES: tl.constexpr,
@@ -323,12 +394,13 @@ def _guided_tiles(
     for tile in range(TILES):
         x = octets.load_tile(x_ptr, left, tile, T)
         word, byte = octets.load_hint(hint_ptr, scale_bytes_ptr, left, tile, T)
-        y = octets.guided_octets(x, word, byte, global_scale, NUM_BITS)
+        scales = octets.load_scales(scale_ptr, first, left, tile, ROW, T)
+        y = octets.guided_octets(x, word, byte, scales, NUM_BITS)
         octets.store_tile(y_ptr, y.to(ROUNDED), left, tile, T)
 
 
 # An octet of a hint, by its bits.
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 _INTERPRETED = isinstance(_rtn_kernel, InterpretedFunction)
 _TRITON_DTYPES = {
     torch.float32: tl.float32,
@@ -362,7 +434,7 @@ def _launch(
             *arguments,
             num_octets,
             **constants,
-            ROUNDED=_triton_dtype(rounded_to),
+            ROUNDED=triton_dtype(rounded_to),
             # The interpreter knows neither PTX nor an fma that rounds once.
             # Two bits take the general path.
             PAIRS=(
@@ -376,21 +448,35 @@ def _launch(
         )
 
 
-def _require_input(
+def prepared(
     x: torch.Tensor, global_scale: torch.Tensor | float
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gives x contiguous and aligned, and global scales FP32: 0-d, or one for each row [R].
+
+    Raises:
+        ValueError: x has another dtype or length, is not on a GPU, or the scales do not fit it.
+    """
     require_input(x)
     if not (x.is_cuda or _INTERPRETED):
         raise ValueError(
             f"implementation triton needs x on a GPU; got {x.device}; use torch or auto there"
         )
-    _triton_dtype(x.dtype)
+    triton_dtype(x.dtype)
+    scales = as_row_scales(global_scale, x)
+    if scales.dim():
+        scales = scales.expand(*x.shape[:-1], 1).reshape(-1).contiguous()
     x = x.contiguous()
     # Pairs of values are loaded.
-    return x if x.data_ptr() % 4 == 0 else x.clone(), as_fp32(global_scale, x)
+    return x if x.data_ptr() % 4 == 0 else x.clone(), scales
 
 
-def _triton_dtype(dtype: torch.dtype) -> tl.dtype:
+def row_of(x: torch.Tensor, scales: torch.Tensor) -> int:
+    """Gives how many octets share a global scale, 0 for all."""
+    return x.shape[-1] // 8 if scales.dim() else 0
+
+
+def triton_dtype(dtype: torch.dtype) -> tl.dtype:
+    """Gives the dtype in Triton; raises ValueError where the kernels do not take it."""
     try:
         return _TRITON_DTYPES[dtype]
     except KeyError:

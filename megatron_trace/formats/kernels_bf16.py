@@ -37,6 +37,17 @@ def is_usual(global_scale):
 
 
 @triton.jit
+def are_usual(scales, ROW: tl.constexpr, TILES: tl.constexpr):
+    """Says whether all global scales are usual, of what `kernels_octets.load_all_scales` gives."""
+    usual = is_usual(scales[0])
+    if ROW:
+        for tile in tl.static_range(1, TILES):
+            usual &= is_usual(scales[tile])
+        usual = tl.min(usual.to(tl.int32), axis=0) != 0
+    return usual
+
+
+@triton.jit
 def load_pairs(x_ptr, left, T: tl.constexpr, TILES: tl.constexpr):
     """Gives a tuple of [T, 4]; all loads are under way before the first is used.
 
@@ -60,9 +71,9 @@ def rounded(pairs, global_scale, reciprocal, rest, T: tl.constexpr):
 
     Args:
         pairs: int32 [T, 4].
-        global_scale: FP32.
-        reciprocal: FP32, first of `reciprocal_of` 6 * global_scale.
-        rest: FP32, second of it.
+        global_scale: FP32, or FP32 [T].
+        reciprocal: Likewise, first of `reciprocal_of` 6 * global_scale.
+        rest: Likewise, second of it.
         T: Octets.
 
     Returns:
@@ -112,7 +123,7 @@ def guided(pairs, word, byte, global_scale, NUM_BITS: tl.constexpr):
         pairs: int32 [T, 4].
         word: int32 [T]; 8 mantissa bits, or 8 codes.
         byte: int32 [T], E4M3.
-        global_scale: FP32.
+        global_scale: FP32, or FP32 [T].
         NUM_BITS: 1 or 4.
 
     Returns:
@@ -173,7 +184,7 @@ def recorded(pairs, global_scale, NUM_BITS: tl.constexpr, T: tl.constexpr):
 
     Args:
         pairs: int32 [T, 4].
-        global_scale: FP32.
+        global_scale: FP32, or FP32 [T].
         NUM_BITS: 1 or 4.
         T: Octets.
 

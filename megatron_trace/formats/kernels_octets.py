@@ -30,7 +30,7 @@ def rounded_octets(x, global_scale, NUM_BITS: tl.constexpr, T: tl.constexpr):
 
     Args:
         x: float [T, 8].
-        global_scale: FP32.
+        global_scale: FP32, or FP32 [T / 2, 1, 1].
         NUM_BITS: 1, 2 or 4.
         T: Octets.
 
@@ -74,7 +74,7 @@ def guided_octets(x, word, byte, global_scale, NUM_BITS: tl.constexpr):
         x: float [T, 8].
         word: int32 [T]; 8 mantissa bits, pairs of lowest bits, or codes.
         byte: int32 [T], E4M3.
-        global_scale: FP32.
+        global_scale: FP32, or FP32 [T].
         NUM_BITS: 1, 2 or 4.
 
     Returns:
@@ -84,7 +84,7 @@ def guided_octets(x, word, byte, global_scale, NUM_BITS: tl.constexpr):
     zero = (byte[:, None] == 0) | (effective == 0)
     effective = tl.where(zero, 0.0, effective)
     # A NaN is passed on, but not by a block of zeros.
-    a = _quotient(tl.where(zero, 0.0, tl.abs(x.to(tl.float32))), effective)
+    a = quotient(tl.where(zero, 0.0, tl.abs(x.to(tl.float32))), effective)
     return guided_by_scale(x, word, a, effective, zero, NUM_BITS)
 
 
@@ -149,6 +149,41 @@ def store_tile(y_ptr, y, left, tile, T: tl.constexpr):
 
 
 @triton.jit
+def load_scales(scale_ptr, first, left, tile, ROW: tl.constexpr, T: tl.constexpr):
+    """Gives the global scales FP32 [T] of a tile's octets; the only one where ROW is 0."""
+    if ROW == 0:
+        scales = tl.load(scale_ptr)
+    else:
+        octets = tl.arange(0, T) + tile * T
+        # In 32 bits per octet: the first of a program is beyond them in large tensors.
+        rows = ((first % ROW).to(tl.int32) + octets) // ROW
+        scales = tl.load(scale_ptr + first // ROW + rows, mask=octets < left, other=1.0)
+    return scales
+
+
+@triton.jit
+def load_block_scales(scale_ptr, first, left, tile, ROW: tl.constexpr, T: tl.constexpr):
+    """Gives the global scales FP32 [T / 2, 1, 1] of a tile's blocks; the only one if ROW is 0."""
+    if ROW == 0:
+        scales = tl.load(scale_ptr)
+    else:
+        scales = load_scales(scale_ptr, first // 2, left // 2, tile, ROW // 2, T // 2)
+        scales = scales[:, None, None]
+    return scales
+
+
+@triton.jit
+def load_all_scales(
+    scale_ptr, first, left, ROW: tl.constexpr, T: tl.constexpr, TILES: tl.constexpr
+):
+    """Gives a tuple of what `load_scales` gives, of every tile."""
+    scales = ()
+    for tile in tl.static_range(TILES):
+        scales += (load_scales(scale_ptr, first, left, tile, ROW, T),)
+    return scales
+
+
+@triton.jit
 def load_hint(hint_ptr, scale_bytes_ptr, left, tile, T: tl.constexpr):
     octets = tl.arange(0, T) + tile * T
     word = tl.load(hint_ptr + octets, mask=octets < left, other=0).to(tl.int32)
@@ -179,20 +214,32 @@ def nearest_octets(x, global_scale):
     magnitude = tl.abs(x)
     amax = tl.reduce(magnitude, 2, max_of, keep_dims=True)
     amax = tl.reduce(amax, 1, max_of, keep_dims=True)
-    block_scale, byte = _block_scale(amax, global_scale)
+    return nearest_by_scale(magnitude, amax, quotient(amax, global_scale * 6.0), global_scale)
+
+
+@triton.jit
+def nearest_by_scale(magnitude, amax, block_scale, global_scale):
+    """Gives what `nearest_octets` gives, under given block scales.
+
+    Args:
+        magnitude: FP32 [T / 2, 2, 8].
+        amax: FP32 [T / 2, 1, 1].
+        block_scale: FP32 [T / 2, 1, 1], not yet rounded to E4M3.
+        global_scale: FP32, or FP32 [T / 2, 1, 1].
+    """
+    block_scale, byte = _e4m3(block_scale)
     effective = block_scale * global_scale
     zero = (amax == 0) | (effective == 0)
     effective = tl.where(zero, 0.0, effective)
-    a = _quotient(magnitude, effective)
+    a = quotient(magnitude, effective)
     # Not tl.minimum: a NaN is to become 6, in the interpreter too.
     nearest, biased, power = round_to_ladder(tl.where(a < 6.0, a, 6.0))
     return nearest, biased, power, effective, zero, tl.where(zero, 0, byte)
 
 
 @triton.jit
-def _block_scale(amax, global_scale):
-    """Gives the E4M3 block scale as FP32, and as int32 byte."""
-    scale = _quotient(amax, global_scale * 6.0)
+def _e4m3(scale):
+    """Gives a scale rounded to E4M3, 2^-9 to 448, as FP32 and as int32 byte."""
     scale = tl.minimum(scale, 448.0, propagate_nan=tl.PropagateNan.ALL)
     scale = tl.maximum(scale, 0.001953125, propagate_nan=tl.PropagateNan.ALL)
     exponent = scale.to(tl.int32, bitcast=True) & _EXPONENT_MASK
@@ -251,7 +298,7 @@ def _power(a):
 
 
 @triton.jit
-def _quotient(a, divisor):
+def quotient(a, divisor):
     """Gives a / divisor; 0 counts as 1, since what comes out is multiplied by 0."""
     return tl.div_rn(a, tl.where(divisor == 0, 1.0, divisor))
 

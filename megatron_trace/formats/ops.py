@@ -27,7 +27,7 @@ def rtn(
 
     Args:
         x: float [..., K].
-        global_scale: FP32 0-d tensor or number, decode side.
+        global_scale: FP32 0-d tensor or number, or one for each row, decode side.
         dtype: dtype in which the dequantised values are rounded; None is that of x.
         implementation: `torch`, `triton`, or `auto` (Triton where x is on a GPU).
 
@@ -53,7 +53,7 @@ def rtn_record(
 
     Args:
         x: float [..., K].
-        global_scale: FP32 0-d tensor or number, decode side.
+        global_scale: FP32 0-d tensor or number, or one for each row, decode side.
         num_bits: 1, 2 (lowest bits) or 4 (codes) per value of the hint.
         dtype: dtype in which the dequantised values are rounded; None is that of x.
         implementation: `torch`, `triton`, or `auto` (Triton where x is on a GPU).
@@ -87,7 +87,7 @@ def guided(
         x: float [..., K]; the trainer's values.
         hint: uint8 [..., K * num_bits / 8]; packed lowest bits (1, 2) or codes (4).
         scale_bytes: uint8 [..., B]; the rollout's block scales.
-        global_scale: FP32 0-d tensor or number; the rollout's global scale, decode side.
+        global_scale: FP32 0-d tensor or number, or one for each row; the rollout's, decode side.
         num_bits: 1, 2 or 4.
         dtype: dtype in which the dequantised values are rounded; None is that of x.
         implementation: `torch`, `triton`, or `auto` (Triton where x is on a GPU).

@@ -25,7 +25,7 @@ def assert_kernels_equal_reference(
 
     Args:
         x: float [..., K] where the kernels run: the rollout's values.
-        global_scale: Decode-side scale.
+        global_scale: Decode-side scale, or one for each row.
         trainer_x: Values to guide; None is 1.02 x. They are guided by the hints of x, and by
             random bytes.
         dtype: dtype in which the dequantised values are rounded.
@@ -80,6 +80,24 @@ def assert_kernels_equal_reference(
                 reference.guided, trainer_x, payload, scale_bytes, num_bits=num_bits
             )
             check(y, expected_y[0], f"guided, {num_bits} bit, {name}")
+
+
+def row_scales(x: torch.Tensor, global_scale: float) -> torch.Tensor:
+    """Gives a global scale for each row of x: around `global_scale`, 0, denormal, huge.
+
+    Args:
+        x: float [..., K].
+        global_scale: What most rows have, give or take a factor of two.
+
+    Returns:
+        FP32 [..., 1] on the device of x.
+    """
+    num_rows = x.shape[:-1].numel()
+    row = torch.arange(num_rows, device=x.device)
+    scales = global_scale * (0.5 + 0.37 * (row % 5))
+    for index, unusual in ((7, 0.0), (8, 1e-42), (9, 1e30)):
+        scales = torch.where(row % 23 == index, unusual, scales)
+    return scales.to(torch.float32).reshape(*x.shape[:-1], 1)
 
 
 def _truncated(y: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -10,7 +10,7 @@ import torch
 
 from megatron_trace.formats.kernels import Launch
 from megatron_trace.testing.hard_inputs import hard_inputs
-from megatron_trace.testing.kernel_equality import assert_kernels_equal_reference
+from megatron_trace.testing.kernel_equality import assert_kernels_equal_reference, row_scales
 
 DENORMAL_BF16 = {"ladder", "scale_underflow", "amax_1e-38", "global_scale_denormal"}
 # It takes about 20 us a value, in Python.
@@ -37,6 +37,11 @@ def main() -> None:
                 truncates=dtype == torch.bfloat16,
             )
             num_checked += 1
+    for shape in ((11, 16), (2, 5, 32)):
+        x = torch.randn(*shape, generator=torch.Generator().manual_seed(0))
+        assert_kernels_equal_reference(
+            x, row_scales(x, 0.002), launch=Launch(tiles=2, num_warps=1), what=f"rows {shape}"
+        )
     sys.stdout.write(f"{num_checked} inputs")
 
 

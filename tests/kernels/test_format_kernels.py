@@ -11,10 +11,12 @@ import torch
 from megatron_trace.formats import global_scale_from_amax, ops, reference
 from megatron_trace.testing.assertions import assert_same_bytes
 from megatron_trace.testing.hard_inputs import hard_inputs
-from megatron_trace.testing.kernel_equality import assert_kernels_equal_reference
+from megatron_trace.testing.kernel_equality import assert_kernels_equal_reference, row_scales
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 NAMES = [case.name for case in hard_inputs()]
+# Each length of a row is compiled anew.
+ROWS_OF_32 = [case.name for case in hard_inputs() if case.x.dim() == 2 and case.x.shape[1] == 32]
 
 
 def test_interpreted_kernels_equal_the_reference_on_the_hard_inputs() -> None:
@@ -63,6 +65,19 @@ def test_kernels_equal_the_reference_for_any_number_of_rows(rows: int, dtype) ->
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", [*ROWS_OF_32, "partial_tile", "three_axes"])
+def test_kernels_equal_the_reference_under_scales_of_rows(name: str, dtype) -> None:
+    case = next(case for case in hard_inputs(dtype, "cuda") if case.name == name)
+    x = case.x
+    assert_kernels_equal_reference(x, row_scales(x, case.global_scale), what=name)
+    # All usual, so that BF16 goes in pairs; one for all rows of the first axis.
+    usual = 0.002 * (1 + torch.arange(x.shape[:-1].numel(), device="cuda") % 7)
+    assert_kernels_equal_reference(x, usual.reshape(*x.shape[:-1], 1), what=name)
+    assert_kernels_equal_reference(x, usual[: x.shape[0]].reshape(-1, *[1] * (x.dim() - 1)))
+
+
+@pytest.mark.gpu
 def test_a_scale_on_the_gpu_is_that_on_the_cpu() -> None:
     x = torch.randn(64, 64, device="cuda")
     scale = torch.tensor(0.0123)
@@ -104,6 +119,12 @@ def test_hints_on_another_device_are_refused() -> None:
     _, hint, scale_bytes = ops.rtn_record(x, 0.002, num_bits=1)
     with pytest.raises(ValueError, match="hint must lie on cuda:0 like x; got cpu"):
         ops.guided(x, hint.cpu(), scale_bytes, 0.002, num_bits=1)
+
+
+@pytest.mark.gpu
+def test_scales_that_fit_no_row_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"one for each row in a shape that fits \(3, 1\)"):
+        ops.rtn(torch.ones(3, 16, device="cuda"), torch.ones(2, 1))
 
 
 @pytest.mark.gpu
