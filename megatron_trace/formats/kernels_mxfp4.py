@@ -24,7 +24,7 @@ from megatron_trace.formats.scales_e8m0 import DEFAULT_RULE, ScaleRule
 _FRACTION_MASK: tl.constexpr = tl.constexpr((1 << 23) - 1)
 # FP32 bits of 2^-127, a denormal number.
 _LEAST_BITS: tl.constexpr = tl.constexpr(1 << 22)
-# What `even` adds to the bits of a maximum: half a step of E2M1.
+# Of E2M1.
 _HALF_STEP: tl.constexpr = tl.constexpr(1 << 21)
 _RULES = ("rceil", "floor", "even", "ceil")
 _WARPS = 4
@@ -54,9 +54,9 @@ def rtn(
     Raises:
         ValueError: K is not a multiple of 32, the rule is unknown, or x is not on a GPU.
     """
-    x = _require_input(x, global_scale)
+    x = prepared(x, global_scale)
     y = torch.empty_like(x)
-    _launch(_record_kernel, x, dtype, x, y, y, y, NUM_BITS=0, RULE=_rule(scale_rule))
+    launch(_record_kernel, x, dtype, x, y, y, y, NUM_BITS=0, RULE=known_rule(scale_rule))
     return y
 
 
@@ -87,14 +87,14 @@ def rtn_record(
             is not on a GPU.
     """
     require_num_bits(num_bits)
-    x = _require_input(x, global_scale)
+    x = prepared(x, global_scale)
     *rows, length = x.shape
     y = torch.empty_like(x)
     hint = x.new_empty((*rows, length * num_bits // 8), dtype=torch.uint8)
     scale_bytes = x.new_empty((*rows, length // MX_BLOCK_SIZE), dtype=torch.uint8)
     words = hint.flatten().view(_WORDS[num_bits])
-    rule = _rule(scale_rule)
-    _launch(_record_kernel, x, dtype, x, y, words, scale_bytes, NUM_BITS=num_bits, RULE=rule)
+    rule = known_rule(scale_rule)
+    launch(_record_kernel, x, dtype, x, y, words, scale_bytes, NUM_BITS=num_bits, RULE=rule)
     return y, hint, scale_bytes
 
 
@@ -126,7 +126,7 @@ def guided(
     """
     require_num_bits(num_bits)
     require_guide(x, hint, scale_bytes, num_bits, block_size=MX_BLOCK_SIZE)
-    x = _require_input(x, global_scale)
+    x = prepared(x, global_scale)
     for name, tensor in (("hint", hint), ("scale_bytes", scale_bytes)):
         if tensor.device != x.device:
             raise ValueError(f"{name} must lie on {x.device} like x; got {tensor.device}")
@@ -134,7 +134,7 @@ def guided(
     words, dtype_of_words = hint.flatten(), _WORDS[num_bits]
     aligned = words.data_ptr() % dtype_of_words.itemsize == 0
     words = (words if aligned else words.clone()).view(dtype_of_words)
-    _launch(_guided_kernel, x, dtype, x, words, scale_bytes.contiguous(), y, NUM_BITS=num_bits)
+    launch(_guided_kernel, x, dtype, x, words, scale_bytes.contiguous(), y, NUM_BITS=num_bits)
     return y
 
 
@@ -155,8 +155,8 @@ def _record_kernel(
     magnitude = tl.abs(x.to(tl.float32))
     amax = tl.reduce(magnitude, 2, octets.max_of, keep_dims=True)
     amax = tl.reduce(amax, 1, octets.max_of, keep_dims=True)
-    byte = _scale_byte(amax, RULE)
-    effective, reciprocal, zero = _scales(byte)
+    byte = scale_byte_of(amax, RULE, 6.0, 2, _HALF_STEP)
+    effective, reciprocal, zero = scales_of(byte)
     # Not tl.minimum: a NaN is to become 6, in the interpreter too.
     a = magnitude * reciprocal
     nearest, biased, power = octets.round_to_ladder(tl.where(a < 6.0, a, 6.0))
@@ -191,7 +191,7 @@ def _guided_kernel(
     x = octets.load_tile(x_ptr + first * 8, left, 0, T)
     word = tl.load(hint_ptr + first + octet, mask=mask, other=0).to(tl.int32)
     byte = tl.load(scale_bytes_ptr + first // 4 + octet // 4, mask=mask, other=0).to(tl.int32)
-    effective, reciprocal, zero = _scales(byte[:, None])
+    effective, reciprocal, zero = scales_of(byte[:, None])
     # A NaN is passed on, but not by a block of zeros.
     a = tl.where(zero, 0.0, tl.abs(x.to(tl.float32))) * reciprocal
     y = octets.guided_by_scale(x, word, a, effective, zero, NUM_BITS).to(ROUNDED)
@@ -199,17 +199,31 @@ def _guided_kernel(
 
 
 @triton.jit
-def _scale_byte(amax, RULE: tl.constexpr):
-    """Gives the E8M0 byte, int32, of a block's largest magnitude; `scales_e8m0` says the rules."""
+def scale_byte_of(
+    amax,
+    RULE: tl.constexpr,
+    LARGEST: tl.constexpr,
+    EXPONENT: tl.constexpr,
+    HALF_STEP: tl.constexpr,
+):
+    """Gives the E8M0 byte, int32, of a block's largest magnitude; `scales_e8m0` says the rules.
+
+    Args:
+        amax: FP32.
+        RULE: A rule.
+        LARGEST: Largest magnitude of the elements.
+        EXPONENT: Its exponent.
+        HALF_STEP: What `even` adds to the bits of amax: half a step of the elements.
+    """
     bits = amax.to(tl.int32, bitcast=True)
     if RULE == "rceil":
-        byte = _exponent_rounded_up(tl.div_rn(amax, 6.0))
+        byte = _exponent_rounded_up(tl.div_rn(amax, LARGEST))
     elif RULE == "floor":
-        byte = (bits >> 23) - 2
+        byte = (bits >> 23) - EXPONENT
     elif RULE == "even":
-        byte = ((bits + _HALF_STEP) >> 23) - 2
+        byte = ((bits + HALF_STEP) >> 23) - EXPONENT
     else:
-        byte = _exponent_rounded_up(amax) - 2
+        byte = _exponent_rounded_up(amax) - EXPONENT
     byte = tl.minimum(tl.maximum(byte, 0), 254)
     return tl.where(amax == amax, byte, 255)
 
@@ -221,7 +235,7 @@ def _exponent_rounded_up(value):
 
 
 @triton.jit
-def _scales(byte):
+def scales_of(byte):
     """Gives the scale of a byte, 0 for byte 0; its reciprocal; whether the byte is 0."""
     scale = (byte << 23).to(tl.float32, bitcast=True)
     scale = tl.where(byte == 255, float("nan"), scale)
@@ -232,9 +246,10 @@ def _scales(byte):
 _INTERPRETED = isinstance(_record_kernel, InterpretedFunction)
 
 
-def _launch(
+def launch(
     kernel, x: torch.Tensor, dtype: torch.dtype | None, *arguments: torch.Tensor, **constants
 ) -> None:
+    """Launches a kernel of a MX format with a thread for each octet of x."""
     num_octets = x.numel() // 8
     if num_octets == 0:
         return
@@ -250,17 +265,21 @@ def _launch(
         )
 
 
-def _require_input(x: torch.Tensor, global_scale: None) -> torch.Tensor:
+def prepared(x: torch.Tensor, global_scale: None) -> torch.Tensor:
+    """Gives x contiguous; raises ValueError where the kernels do not take it."""
     require_no_global_scale(global_scale)
     require_input(x, MX_BLOCK_SIZE)
     if not (x.is_cuda or _INTERPRETED):
-        raise ValueError(f"the Triton kernels of MXFP4 need x on a GPU; got {x.device}")
+        raise ValueError(f"the Triton kernels of MX formats need x on a GPU; got {x.device}")
     if x.dtype not in _DTYPES:
-        raise ValueError(f"the Triton kernels of MXFP4 take FP32, BF16 and FP16; got {x.dtype}")
+        raise ValueError(
+            f"the Triton kernels of MX formats take FP32, BF16 and FP16; got {x.dtype}"
+        )
     return x.contiguous()
 
 
-def _rule(scale_rule: ScaleRule) -> str:
+def known_rule(scale_rule: ScaleRule) -> str:
+    """Gives the rule; raises ValueError if it is none."""
     if scale_rule not in _RULES:
         raise ValueError(f"scale_rule must be one of {', '.join(_RULES)}; got {scale_rule!r}")
     return scale_rule

@@ -1,22 +1,24 @@
-"""Compares the MXFP4 kernels with `mxfp4` on the hard inputs; a program, for TRITON_INTERPRET.
+"""Compares the kernels of a MX format with it on the hard inputs; a program, for TRITON_INTERPRET.
 
-python interpreted_mxfp4.py DEVICE        prints how many inputs were compared
+python interpreted_mx.py FORMAT DEVICE        prints how many inputs were compared
 """
 
 import sys
 
 import torch
 
-from megatron_trace.formats import kernels_mxfp4, mxfp4
+from megatron_trace.formats import kernels_mxfp4, kernels_mxfp8, mxfp4, mxfp8
 from megatron_trace.testing.assertions import assert_same_bytes
 from megatron_trace.testing.hard_inputs import hard_inputs
 
+# Specification, kernels, bits of hints.
+FORMATS = {"mxfp4": (mxfp4, kernels_mxfp4, (1, 2, 4)), "mxfp8": (mxfp8, kernels_mxfp8, (1, 2, 8))}
 RULES = ("rceil", "floor", "even", "ceil")
 # The interpreter takes about 20 us a value.
 MAX_VALUES = {"cpu": 320, "cuda": 1 << 20}
 
 
-def compare(dtype: torch.dtype, device: str) -> int:
+def compare(fmt: str, dtype: torch.dtype, device: str) -> int:
     """Compares every function on each hard input that holds a block; gives how many do."""
     num_compared = 0
     for case in hard_inputs(dtype):
@@ -27,39 +29,44 @@ def compare(dtype: torch.dtype, device: str) -> int:
         x = values.reshape(-1, 32)
         every_rule = dtype == torch.float32 and (device == "cuda" or num_compared % 4 == 0)
         for rule in RULES if every_rule else RULES[:1]:
-            _compare(x, rule, device, f"{case.name} {dtype} {rule}")
+            _compare(fmt, x, rule, device, f"{case.name} {dtype} {rule}")
         num_compared += 1
     return num_compared
 
 
-def _compare(x: torch.Tensor, rule: str, device: str, what: str) -> None:
+def _compare(fmt: str, x: torch.Tensor, rule: str, device: str, what: str) -> None:
     def check(got: torch.Tensor, expected: torch.Tensor, name: str) -> None:
         assert_same_bytes(got.cpu(), expected, f"{what} {name}", any_nan=True)
 
+    specified, kernels, all_bits = FORMATS[fmt]
     on_device = x.to(device)
     trainer_x = x * 1.02
-    check(kernels_mxfp4.rtn(on_device, scale_rule=rule), mxfp4.rtn(x, scale_rule=rule), "rtn")
-    for bits in (1, 2, 4):
-        got = kernels_mxfp4.rtn_record(on_device, num_bits=bits, scale_rule=rule)
-        expected = mxfp4.rtn_record(x, num_bits=bits, scale_rule=rule)
+    check(kernels.rtn(on_device, scale_rule=rule), specified.rtn(x, scale_rule=rule), "rtn")
+    for bits in all_bits:
+        got = kernels.rtn_record(on_device, num_bits=bits, scale_rule=rule)
+        expected = specified.rtn_record(x, num_bits=bits, scale_rule=rule)
         for name, mine, theirs in zip(("y", "hint", "bytes"), got, expected, strict=True):
             check(mine, theirs, f"record {bits} {name}")
         _, hint, scale_bytes = expected
         random = torch.randint(0, 256, hint.shape, dtype=torch.uint8)
         for name, payload in (("its hint", hint), ("a random hint", random)):
-            y = kernels_mxfp4.guided(
+            y = kernels.guided(
                 trainer_x.to(device), payload.to(device), scale_bytes.to(device), num_bits=bits
             )
-            check(y, mxfp4.guided(trainer_x, payload, scale_bytes, num_bits=bits), f"{bits} {name}")
+            check(
+                y,
+                specified.guided(trainer_x, payload, scale_bytes, num_bits=bits),
+                f"{bits} {name}",
+            )
 
 
 def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    device = sys.argv[1]
+    fmt, device = sys.argv[1:]
     # The interpreter truncates FP32 to BF16; a GPU does not.
     dtypes = [torch.float32, torch.bfloat16, torch.float16][: 3 if device == "cuda" else 1]
-    sys.stdout.write(f"{sum(compare(dtype, device) for dtype in dtypes)} inputs")
+    sys.stdout.write(f"{sum(compare(fmt, dtype, device) for dtype in dtypes)} inputs")
 
 
 if __name__ == "__main__":
