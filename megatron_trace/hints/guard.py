@@ -35,10 +35,11 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_trace.formats import BLOCK_SIZE, E2M1_VALUES, decode, own_scale_bytes
+from megatron_trace.formats import BLOCK_SIZE, minifloat, own_scale_bytes, scales_e4m3
+from megatron_trace.formats.blocks import fp32_blocks
+from megatron_trace.formats.checks import as_row_scales
+from megatron_trace.formats.minifloat import E2M1
 from megatron_trace.hints.codec import payload_bits
-
-_CODE_OF_ONE = E2M1_VALUES.index(1.0)
 
 
 @dataclass(frozen=True)
@@ -120,20 +121,10 @@ def _parity_agreement(
     scale_bytes: torch.Tensor,
     global_scale: torch.Tensor | float,
 ) -> torch.Tensor:
-    ones = torch.full_like(bits, _CODE_OF_ONE)
-    effective = decode(ones, scale_bytes, global_scale, torch.float32)
+    effective = scales_e4m3.effective(scale_bytes, as_row_scales(global_scale, x))
+    codes = minifloat.nearest_codes(E2M1, fp32_blocks(x, BLOCK_SIZE), effective)
     counted = effective != 0
-    magnitudes = x.abs().to(torch.float32) / effective
-    agree = (torch.bucketize(magnitudes, _rounding_thresholds(x.device)) & 1) == bits
-    num_counted = counted.sum(-1)
-    share = (agree & counted).sum(-1) / num_counted.clamp(min=1)
+    agree = (codes & 1) == bits.view_as(codes)
+    num_counted = counted.sum(-1) * BLOCK_SIZE
+    share = (agree & counted.unsqueeze(-1)).sum((-2, -1)) / num_counted.clamp(min=1)
     return share.masked_fill(num_counted == 0, 1.0)
-
-
-def _rounding_thresholds(device: torch.device) -> torch.Tensor:
-    """Gives FP32 [7]: a code counts the thresholds below its magnitude, ties to the even code."""
-    ladder = torch.tensor(E2M1_VALUES, device=device)
-    midpoints = (ladder[:-1] + ladder[1:]) / 2
-    # A midpoint above an odd code rounds up to the even one, so it lies above its threshold.
-    midpoints[1::2] = torch.nextafter(midpoints[1::2], midpoints.new_zeros(()))
-    return midpoints
