@@ -1,10 +1,5 @@
 """The Triton kernels of NVFP4: in Triton's interpreter everywhere, compiled on a GPU."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -19,19 +14,10 @@ NAMES = [case.name for case in hard_inputs()]
 ROWS_OF_32 = [case.name for case in hard_inputs() if case.x.dim() == 2 and case.x.shape[1] == 32]
 
 
-def test_interpreted_kernels_equal_the_reference_on_the_hard_inputs() -> None:
-    here = Path(__file__).parent
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(here.parents[1])}
-    run = subprocess.run(
-        [sys.executable, "-W", "ignore", str(here / "interpreted.py")],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr[-2000:]
+def test_interpreted_kernels_equal_the_reference_on_the_hard_inputs(run_program) -> None:
+    printed = run_program("interpreted.py", interpret=True)
     # Four of them have denormal BF16 numbers, which the interpreter mistakes.
-    assert run.stdout == f"{2 * len(NAMES) - 4} inputs"
+    assert printed == f"{2 * len(NAMES) - 4} inputs"
 
 
 def test_triton_on_a_cpu_tensor_says_why_it_cannot_run() -> None:

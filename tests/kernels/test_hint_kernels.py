@@ -1,10 +1,5 @@
 """The Triton kernels of the hint codec: in Triton's interpreter everywhere, compiled on a GPU."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -16,18 +11,9 @@ from megatron_trace.testing.hint_kernel_equality import assert_codec_kernels_equ
 NAMES = [case.name for case in hard_inputs()]
 
 
-def test_interpreted_kernels_equal_torch_on_the_hard_inputs() -> None:
-    here = Path(__file__).parent
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(here.parents[1])}
-    run = subprocess.run(
-        [sys.executable, "-W", "ignore", str(here / "interpreted_hints.py")],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr[-2000:]
-    assert run.stdout == f"{len(NAMES)} inputs"
+def test_interpreted_kernels_equal_torch_on_the_hard_inputs(run_program) -> None:
+    printed = run_program("interpreted_hints.py", interpret=True)
+    assert printed == f"{len(NAMES)} inputs"
 
 
 def test_triton_on_a_cpu_tensor_says_why_it_cannot_run() -> None:

@@ -1,10 +1,5 @@
 """The Triton kernels of MXFP4 and MXFP8: in Triton's interpreter everywhere, compiled on a GPU."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -14,28 +9,20 @@ from megatron_trace.testing.hard_inputs import hard_inputs
 WHOLE_BLOCKS = len(hard_inputs()) - 3
 
 
-def _compare(fmt: str, device: str, **environment: str) -> str:
-    here = Path(__file__).parent
-    run = subprocess.run(
-        [sys.executable, "-W", "ignore", str(here / "interpreted_mx.py"), fmt, device],
-        env=os.environ | {"PYTHONPATH": str(here.parents[1])} | environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr[-2000:]
-    return run.stdout
-
-
 @pytest.mark.parametrize("fmt", ["mxfp4", "mxfp8"])
-def test_interpreted_mx_kernels_equal_the_reference_on_the_hard_inputs(fmt: str) -> None:
-    assert _compare(fmt, "cpu", TRITON_INTERPRET="1") == f"{WHOLE_BLOCKS} inputs"
+def test_interpreted_mx_kernels_equal_the_reference_on_the_hard_inputs(
+    run_program, fmt: str
+) -> None:
+    assert run_program("interpreted_mx.py", fmt, "cpu", interpret=True) == f"{WHOLE_BLOCKS} inputs"
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("fmt", ["mxfp4", "mxfp8"])
-def test_mx_kernels_equal_the_reference_on_the_hard_inputs(fmt: str) -> None:
-    assert _compare(fmt, "cuda") == f"{3 * WHOLE_BLOCKS} inputs"
+def test_mx_kernels_equal_the_reference_on_the_hard_inputs(run_program, fmt: str) -> None:
+    assert (
+        run_program("interpreted_mx.py", fmt, "cuda", interpret=False)
+        == f"{3 * WHOLE_BLOCKS} inputs"
+    )
 
 
 def test_mx_kernels_refuse_a_global_scale_and_a_cpu_tensor() -> None:
