@@ -20,6 +20,7 @@ ALLOWED = {
     "rollout": LEVEL_2,
     "training": LEVEL_2,
     "rl": LEVEL_2 | {"rollout", "training"},
+    "study": LEVEL_2 | {"rollout", "training", "rl"},
     "arguments": {"config"},
     "testing": LEVEL_2 | {"rollout", "training", "rl", "arguments"},
 }

@@ -1,0 +1,53 @@
+"""StudyModel: a model with trained weights, and what a rollout of it starts from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from megatron.core.transformer import TransformerConfig
+
+
+@dataclass(frozen=True, eq=False)
+class StudyModel:
+    """A model with trained weights, ready to roll out and to train on.
+
+    Attributes:
+        name: Name for tables and files, such as `tiny_moe`.
+        config: Model configuration, as `build_trainer_model` and `RolloutEngine` take it.
+        pattern: Hybrid layer pattern, such as `*E*E`.
+        vocab_size: Rows of the embedding.
+        context: Longest prompt and response together, in tokens.
+        weights: FP32 or BF16 parameters by name of the trainer model, on the CPU.
+        prompts: Token ids of the prompts to roll out from.
+        calibration: int64 [B, S] each, without padding; fixes the global scales.
+        eod_token: Token that ends a response.
+        rotary_base: Base period of RoPE.
+        facts: What the report prints: parameters, training steps, held-out accuracy, pairwise
+            cosine of expert outputs by layer, seed.
+    """
+
+    name: str
+    config: TransformerConfig
+    pattern: str
+    vocab_size: int
+    context: int
+    weights: Mapping[str, torch.Tensor]
+    prompts: Sequence[Sequence[int]]
+    calibration: Sequence[torch.Tensor]
+    eod_token: int
+    rotary_base: int = 10_000
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Raises ValueError when there is nothing to roll out from, or it does not fit."""
+        if not self.prompts:
+            raise ValueError(f"{self.name}: a study needs prompts; got none")
+        longest = max(map(len, self.prompts))
+        if longest >= self.context:
+            raise ValueError(
+                f"{self.name}: a prompt of {longest} tokens leaves no room for a response in the "
+                f"context of {self.context}; shorten it or raise the context"
+            )
