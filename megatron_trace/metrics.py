@@ -185,21 +185,49 @@ def compare_codes(
         global_scale: Static decode-side scale of both sides.
         used: Hints that training used, so that a wrong hint shows; None if it used none.
     """
+    by_row = compare_rows(x, codes, scale_bytes, global_scale, used)
+    return CodeMismatch(**{name: int(counts.sum()) for name, counts in by_row.items()})
+
+
+@torch.no_grad()
+def compare_rows(
+    x: torch.Tensor,
+    codes: torch.Tensor,
+    scale_bytes: torch.Tensor,
+    global_scale: float,
+    used: UsedHints | None,
+) -> dict[str, torch.Tensor]:
+    """Gives what `compare_codes` counts for every row, by the name of its field.
+
+    Args:
+        x: float [N, K].
+        codes: uint8 [N, K].
+        scale_bytes: uint8 [N, C].
+        global_scale: Static decode-side scale of both sides.
+        used: Hints that training used; None if it used none, and the fields of guided values are
+            then left out.
+
+    Returns:
+        int64 [N] each; rows that no hint guided have 0 in the fields of guided values.
+    """
     rtn_codes, rtn_bytes = encode(x, global_scale)
     different = ~_same_value(rtn_codes, codes)
     one_step = (_signed_steps(rtn_codes) - _signed_steps(codes)).abs() <= 1
-    rtn = CodeMismatch(
-        values=codes.numel(),
-        rtn_different=int(different.sum()),
-        rtn_one_step=int((different & one_step).sum()),
-        blocks=scale_bytes.numel(),
-        scale_bytes_different=int((rtn_bytes != scale_bytes).sum()),
-    )
+    by_row = {
+        "values": torch.full_like(codes[:, 0], codes.shape[1], dtype=torch.int64),
+        "rtn_different": different.sum(-1),
+        "rtn_one_step": (different & one_step).sum(-1),
+        "blocks": torch.full_like(codes[:, 0], scale_bytes.shape[1], dtype=torch.int64),
+        "scale_bytes_different": (rtn_bytes != scale_bytes).sum(-1),
+    }
     if used is None:
-        return rtn
+        return by_row
     rows = used.rows.nonzero()[:, 0]
     used = replace(used, payload=used.payload[rows], scale_bytes=used.scale_bytes[rows])
-    return rtn + _guided_mismatch(x[rows], codes[rows], scale_bytes[rows], global_scale, used)
+    guided = _guided_mismatch(x[rows], codes[rows], scale_bytes[rows], global_scale, used)
+    for name, counts in guided.items():
+        by_row[name] = torch.zeros_like(by_row["values"]).index_copy_(0, rows, counts)
+    return by_row
 
 
 def _guided_mismatch(
@@ -208,7 +236,7 @@ def _guided_mismatch(
     scale_bytes: torch.Tensor,
     global_scale: float,
     used: UsedHints,
-) -> CodeMismatch:
+) -> dict[str, torch.Tensor]:
     guided = guided_codes(x, used.payload, used.scale_bytes, global_scale, num_bits=used.num_bits)
     other_scale = (used.scale_bytes != scale_bytes).repeat_interleave(BLOCK_SIZE, -1)
     misread = other_scale & _misread(x, scale_bytes, global_scale, used)
@@ -221,14 +249,15 @@ def _guided_mismatch(
     magnitude = codes & 7
     outside = (magnitude != lower) & (magnitude != upper) & ~other_scale
     flipped = ((codes >> 3) != torch.signbit(x)) & (magnitude != 0) & ~other_scale
-    return CodeMismatch(
-        guided_values=codes.numel(),
-        guided_different=int(different.sum()),
-        out_of_bracket=int((different & outside).sum()),
-        sign_flip=int((different & ~outside & flipped).sum()),
-        misread_scale=int(misread.sum()),
-        unexplained=int((different & ~outside & ~flipped & ~misread).sum()),
-    )
+    counted = {
+        "guided_values": torch.ones_like(different),
+        "guided_different": different,
+        "out_of_bracket": different & outside,
+        "sign_flip": different & ~outside & flipped,
+        "misread_scale": misread,
+        "unexplained": different & ~outside & ~flipped & ~misread,
+    }
+    return {name: values.sum(-1) for name, values in counted.items()}
 
 
 def _misread(

@@ -8,7 +8,13 @@ import pytest
 import torch
 
 from megatron_trace.formats import encode, pack_hint, residues
-from megatron_trace.metrics import CodeMismatch, UsedHints, compare_codes, logprob_gap
+from megatron_trace.metrics import (
+    CodeMismatch,
+    UsedHints,
+    compare_codes,
+    compare_rows,
+    logprob_gap,
+)
 
 
 def test_gap_counts_masked_tokens_only():
@@ -188,3 +194,16 @@ def test_counts_add_up_and_shares_of_nothing_are_nan():
     assert (total.rtn_share, total.one_step_share) == (0.1, 0.75)
     assert math.isnan(CodeMismatch().rtn_share)
     assert math.isnan(CodeMismatch().guided_share)
+
+
+def test_counts_of_a_row_are_those_of_the_row_alone():
+    x = torch.randn(6, 64, generator=torch.Generator().manual_seed(0))
+    codes, scale_bytes = encode(x + 0.2 * x.flip(0), 0.01)
+    rows = torch.tensor([True, False, True, True, False, True])
+    used = UsedHints(rows, pack_hint(codes, 1), scale_bytes, 1)
+    by_row = compare_rows(x, codes, scale_bytes, 0.01, used)
+    for row in range(6):
+        one = slice(row, row + 1)
+        hint = UsedHints(rows[one], used.payload[one], scale_bytes[one], 1)
+        alone = compare_codes(x[one], codes[one], scale_bytes[one], 0.01, hint)
+        assert {name: int(counts[row]) for name, counts in by_row.items()} == vars(alone)
