@@ -1,4 +1,4 @@
-"""TraceConfig as `--trace-*` flags of Megatron's parser; the only file that knows argparse."""
+"""Our settings as `--trace-*` flags of Megatron's parser; the only file that knows argparse."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from argparse import ArgumentParser, Namespace
 
 from megatron.training.argument_utils import ArgumentGroupFactory
 
-from megatron_trace.config import TraceConfig
+from megatron_trace.config import RecordedConfig, TraceConfig
 
 _PREFIX = "trace_"
 
@@ -18,8 +18,12 @@ _PREFIX = "trace_"
 class _DocumentedFactory(ArgumentGroupFactory):
     """Megatron's factory, which by itself finds help only below the fields in a source file."""
 
+    def __init__(self, flags: type, documented: type) -> None:
+        self.documented = documented
+        super().__init__(flags)
+
     def _get_field_docstrings(self, src_cfg_class: type) -> dict[str, str]:
-        return {_PREFIX + name: text for name, text in attribute_docs(TraceConfig).items()}
+        return {_PREFIX + name: text for name, text in attribute_docs(self.documented).items()}
 
 
 def add_trace_arguments(parser: ArgumentParser) -> ArgumentParser:
@@ -33,14 +37,19 @@ def add_trace_arguments(parser: ArgumentParser) -> ArgumentParser:
     Returns:
         The same parser.
     """
-    types = typing.get_type_hints(TraceConfig)
-    fields = []
-    for field in dataclasses.fields(TraceConfig):
-        flag = dataclasses.field(default=field.default)
-        fields.append((_PREFIX + field.name, _flag_type(types[field.name]), flag))
-    flags = dataclasses.make_dataclass("TraceFlags", fields, namespace={"__doc__": "TRACE"})
-    _DocumentedFactory(flags).build_group(parser, title="trace")
-    return parser
+    return _add_flags(parser, TraceConfig, "trace")
+
+
+def add_recorded_arguments(parser: ArgumentParser) -> ArgumentParser:
+    """Adds the flags of TraceConfig and of RecordedConfig, for training on recorded rollouts.
+
+    Args:
+        parser: Parser to extend.
+
+    Returns:
+        The same parser.
+    """
+    return _add_flags(add_trace_arguments(parser), RecordedConfig, "trace, recorded rollouts")
 
 
 def trace_config_from_args(args: Namespace) -> TraceConfig:
@@ -52,11 +61,38 @@ def trace_config_from_args(args: Namespace) -> TraceConfig:
     Raises:
         ValueError: A value is out of range, or settings contradict each other.
     """
+    return _from_args(args, TraceConfig)
+
+
+def recorded_config_from_args(args: Namespace) -> RecordedConfig:
+    """Gives the RecordedConfig that parsed flags describe.
+
+    Args:
+        args: What a parser returned that `add_recorded_arguments` extended.
+
+    Raises:
+        ValueError: A value is out of range.
+    """
+    return _from_args(args, RecordedConfig)
+
+
+def _add_flags(parser: ArgumentParser, settings: type, title: str) -> ArgumentParser:
+    types = typing.get_type_hints(settings)
+    fields = []
+    for field in dataclasses.fields(settings):
+        flag = dataclasses.field(default=field.default)
+        fields.append((_PREFIX + field.name, _flag_type(types[field.name]), flag))
+    flags = dataclasses.make_dataclass("TraceFlags", fields, namespace={"__doc__": title})
+    _DocumentedFactory(flags, settings).build_group(parser, title=title)
+    return parser
+
+
+def _from_args[T](args: Namespace, settings: type[T]) -> T:
     values: dict[str, typing.Any] = {}
-    for field in dataclasses.fields(TraceConfig):
+    for field in dataclasses.fields(typing.cast("typing.Any", settings)):
         value = getattr(args, _PREFIX + field.name)
         values[field.name] = tuple(value) if isinstance(value, list) else value
-    return TraceConfig(**values)
+    return settings(**values)
 
 
 def attribute_docs(documented: type) -> dict[str, str]:

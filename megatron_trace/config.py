@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -30,7 +31,8 @@ class TraceConfig:
         hint_layers: Checkpoint decoder layers whose hints are recorded: `latter_half`, `all`, or
             comma-separated indices such as `2,3`.
         hint_sites: Sites that are recorded and guided, of fc1, fc2, k, v. fc2 takes top-k times the
-            expert's hidden size a token, and needs routing replay.
+            expert's hidden size a token, and needs routing replay. The default leaves out fc1 in a
+            model without MoE layers; any other choice must exist in the model.
         missing_hints: What a recorded place without its hint does: `error`, or `rtn` (rounding to
             nearest, counted and reported).
         guard: Whether implausible hint rows are rejected (rounded to nearest and counted).
@@ -145,6 +147,55 @@ class TraceConfig:
                 f"has {num_layers} (0 to {num_layers - 1})"
             )
         return layers
+
+    def sites_in(self, available: Collection[str]) -> tuple[str, ...]:
+        """Gives the sites whose hints are recorded in a model.
+
+        Args:
+            available: Sites that the model has.
+
+        Raises:
+            ValueError: `hint_sites` names a site that the model does not have, and is not the
+                default.
+        """
+        missing = [site for site in self.hint_sites if site not in available]
+        if missing and self.hint_sites != DEFAULT_HINT_SITES:
+            raise ValueError(
+                f"hint_sites={self.hint_sites} names {', '.join(missing)}, but the model has "
+                f"{', '.join(available) or 'no quantised site'} only (fc1 and fc2 are sites of MoE "
+                "layers); leave out what it does not have"
+            )
+        return tuple(site for site in self.hint_sites if site in available)
+
+
+@dataclass(frozen=True)
+class RecordedConfig:
+    """Settings of training on recorded rollouts.
+
+    Attributes:
+        hint_dir: Folder of samples, hints and rewards to train on.
+        valid_hint_dir: Folder to evaluate on; empty evaluates on nothing.
+        attention: Core attention: `megatron` is Megatron's own, `sdpa` torch's, the engine's.
+        temperature: Temperature of the rollout's sampling.
+        clip_low: The ratio of the new to the old policy is clipped below 1 - clip_low.
+        clip_high: The ratio of the new to the old policy is clipped above 1 + clip_high.
+        importance_cap: Upper bound of the token weight, old policy over rollout.
+    """
+
+    hint_dir: str = ""
+    valid_hint_dir: str = ""
+    attention: Literal["megatron", "sdpa"] = "megatron"
+    temperature: float = 1.0
+    clip_low: float = 0.2
+    clip_high: float = 0.28
+    importance_cap: float = 5.0
+
+    def __post_init__(self) -> None:
+        """Raises ValueError on a value out of range."""
+        _require(
+            self.attention in ("megatron", "sdpa"), "attention", "megatron or sdpa", self.attention
+        )
+        _require(self.temperature > 0, "temperature", "> 0", self.temperature)
 
 
 def _parse_layers(text: str) -> tuple[int, ...]:
