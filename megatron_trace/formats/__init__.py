@@ -1,8 +1,9 @@
 """Number formats: rounding to nearest and by the rollout's hints.
 
-`reference` is the specification of NVFP4, `kernels` its translation to Triton, `ops` the public
-entry that picks one of them and adds straight-through gradients. `four_over_six`, `mxfp4` and
-`mxfp8` specify the other formats by functions of the same names; docs/formats.md compares them.
+`reference` is the specification of NVFP4, `kernels` its translation to Triton. `four_over_six`,
+`mxfp4` and `mxfp8` specify the other formats by functions of the same names, `number_format` lists
+them all, and `ops` is the public entry: it takes a format, picks torch or Triton, and adds
+straight-through gradients. docs/formats.md compares the formats.
 """
 
 from megatron_trace.formats import four_over_six, mxfp4, mxfp8, ops, residues
@@ -13,6 +14,17 @@ from megatron_trace.formats.constants import (
     E4M3_MAX,
     E4M3_MIN_SUBNORMAL,
     MX_BLOCK_SIZE,
+)
+from megatron_trace.formats.number_format import (
+    FORMAT_SETS,
+    MXFP4,
+    MXFP8,
+    NUMBER_FORMATS,
+    NVFP4,
+    NVFP4_4OVER6,
+    FormatSet,
+    NumberFormat,
+    format_set,
 )
 from megatron_trace.formats.packing import (
     narrowed,
@@ -37,9 +49,18 @@ __all__ = [
     "E2M1_VALUES",
     "E4M3_MAX",
     "E4M3_MIN_SUBNORMAL",
+    "FORMAT_SETS",
+    "MXFP4",
+    "MXFP8",
     "MX_BLOCK_SIZE",
+    "NUMBER_FORMATS",
+    "NVFP4",
+    "NVFP4_4OVER6",
+    "FormatSet",
+    "NumberFormat",
     "decode",
     "encode",
+    "format_set",
     "four_over_six",
     "global_scale_from_amax",
     "guided_codes",

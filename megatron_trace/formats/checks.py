@@ -37,7 +37,7 @@ def as_row_scales(global_scale: torch.Tensor | float, like: torch.Tensor) -> tor
     return scale
 
 
-def require_no_global_scale(global_scale: None) -> None:
+def require_no_global_scale(global_scale: object) -> None:
     """Raises ValueError unless global_scale is None, where a format has none."""
     if global_scale is not None:
         raise ValueError(f"MX formats have no global scale: pass None; got {global_scale!r}")

@@ -30,8 +30,13 @@ from typing import Literal, get_args
 import torch
 
 from megatron_trace.formats import minifloat, scales_e4m3
-from megatron_trace.formats.blocks import fp32_blocks, rounded_like
-from megatron_trace.formats.checks import as_row_scales, require_input, require_num_bits
+from megatron_trace.formats.blocks import fp32_blocks, rounded_like, split
+from megatron_trace.formats.checks import (
+    as_row_scales,
+    require_input,
+    require_num_bits,
+    require_scales,
+)
 from megatron_trace.formats.constants import BLOCK_SIZE, E2M1_MAX
 from megatron_trace.formats.minifloat import E2M1
 from megatron_trace.formats.packing import pack_hint
@@ -44,8 +49,10 @@ __all__ = [
     "global_scale_from_amax",
     "guided",
     "guided_codes",
+    "own_scale_bytes",
     "rtn",
     "rtn_record",
+    "scale_distance",
 ]
 
 ErrorRule = Literal["mse", "mae"]
@@ -89,6 +96,50 @@ def encode(
     """
     blocks, scale_bytes, effective = _chosen_scales(x, global_scale, error)
     return minifloat.nearest_codes(E2M1, blocks, effective).reshape(x.shape), scale_bytes
+
+
+def own_scale_bytes(
+    x: torch.Tensor, global_scale: torch.Tensor | float, *, error: ErrorRule = "mse"
+) -> torch.Tensor:
+    """Gives the block scales that `encode` gives, without its codes.
+
+    Args:
+        x: float [..., K].
+        global_scale: FP32 0-d tensor or number, or one for each row, decode side.
+        error: What decides between 4 and 6.
+
+    Returns:
+        uint8 [..., B], E4M3.
+
+    Raises:
+        ValueError: K is not a multiple of 16, or the error rule is unknown.
+    """
+    return _chosen_scales(x, global_scale, error)[1]
+
+
+def scale_distance(
+    x: torch.Tensor, scale_bytes: torch.Tensor, global_scale: torch.Tensor | float
+) -> torch.Tensor:
+    """Gives how far block scales are from the nearer of the two that x may have.
+
+    Args:
+        x: float [..., K].
+        scale_bytes: uint8 [..., B], E4M3.
+        global_scale: FP32 0-d tensor or number, or one for each row, decode side.
+
+    Returns:
+        int16 [..., B], steps of E4M3.
+
+    Raises:
+        ValueError: Shapes disagree, or K is not a multiple of 16.
+    """
+    require_input(x)
+    require_scales(x, scale_bytes)
+    amax = split(x, BLOCK_SIZE).abs().amax(-1).to(torch.float32)
+    (four_bytes, _), (six_bytes, _) = _candidates(amax, as_row_scales(global_scale, x))
+    given = scale_bytes.to(torch.int16)
+    distances = ((own.to(torch.int16) - given).abs_() for own in (four_bytes, six_bytes))
+    return torch.minimum(*distances)
 
 
 def rtn(
@@ -158,13 +209,19 @@ def _chosen_scales(
     require_input(x)
     scale = as_row_scales(global_scale, x)
     blocks = fp32_blocks(x, BLOCK_SIZE)
-    amax = blocks.abs().amax(-1)
-    quotients = amax / (scale * E2M1_MAX)
-    four_bytes, four = scales_e4m3.nearest(1.5 * quotients, amax, scale)
-    six_bytes, six = scales_e4m3.nearest(quotients, amax, scale)
+    (four_bytes, four), (six_bytes, six) = _candidates(blocks.abs().amax(-1), scale)
     keeps_four = _errors(blocks, four, error) < _errors(blocks, six, error)
     scale_bytes = torch.where(keeps_four, four_bytes, six_bytes)
     return blocks, scale_bytes, torch.where(keeps_four, four, six)
+
+
+def _candidates(
+    amax: torch.Tensor, scale: torch.Tensor
+) -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
+    """Gives scale bytes and effective scales [..., B] that map the largest to 4, and to 6."""
+    quotients = amax / (scale * E2M1_MAX)
+    four = scales_e4m3.nearest(1.5 * quotients, amax, scale)
+    return four, scales_e4m3.nearest(quotients, amax, scale)
 
 
 def _errors(blocks: torch.Tensor, effective: torch.Tensor, error: ErrorRule) -> torch.Tensor:

@@ -33,6 +33,30 @@ def encode(
     return minifloat.nearest_codes(element, blocks, effective).reshape(x.shape), scale_bytes
 
 
+def own_scale_bytes(
+    element: Minifloat, x: torch.Tensor, global_scale: None, scale_rule: ScaleRule
+) -> torch.Tensor:
+    """Gives scale bytes uint8 [..., B]."""
+    require_no_global_scale(global_scale)
+    require_input(x, MX_BLOCK_SIZE)
+    # Magnitudes and their largest are exact in every dtype.
+    amax = split(x, MX_BLOCK_SIZE).abs().amax(-1).to(torch.float32)
+    return scales_e8m0.scale_bytes_of(amax, element, scale_rule)
+
+
+def scale_distance(
+    element: Minifloat,
+    x: torch.Tensor,
+    scale_bytes: torch.Tensor,
+    global_scale: None,
+    scale_rule: ScaleRule,
+) -> torch.Tensor:
+    """Gives eighths of a power of two, int16 [..., B]."""
+    require_scales(x, scale_bytes, MX_BLOCK_SIZE)
+    own = own_scale_bytes(element, x, global_scale, scale_rule)
+    return (own.to(torch.int16) - scale_bytes.to(torch.int16)).abs_().mul_(8)
+
+
 def decode(
     element: Minifloat,
     codes: torch.Tensor,

@@ -45,6 +45,50 @@ def encode(
     return mx.encode(E2M1, x, global_scale, scale_rule)
 
 
+def own_scale_bytes(
+    x: torch.Tensor, global_scale: None = None, *, scale_rule: ScaleRule = DEFAULT_RULE
+) -> torch.Tensor:
+    """Gives the block scales that `encode` gives, without its codes.
+
+    Args:
+        x: float [..., K].
+        global_scale: None.
+        scale_rule: How the scale follows from the largest magnitude of a block.
+
+    Returns:
+        uint8 [..., B], E8M0.
+
+    Raises:
+        ValueError: K is not a multiple of 32, a global scale is given, or the rule is unknown.
+    """
+    return mx.own_scale_bytes(E2M1, x, global_scale, scale_rule)
+
+
+def scale_distance(
+    x: torch.Tensor,
+    scale_bytes: torch.Tensor,
+    global_scale: None = None,
+    *,
+    scale_rule: ScaleRule = DEFAULT_RULE,
+) -> torch.Tensor:
+    """Gives how far block scales are from those that x has, in eighths of a power of two.
+
+    Args:
+        x: float [..., K].
+        scale_bytes: uint8 [..., B], E8M0.
+        global_scale: None.
+        scale_rule: How the scale follows from the largest magnitude of a block.
+
+    Returns:
+        int16 [..., B], multiples of 8; 0 only where the bytes are equal.
+
+    Raises:
+        ValueError: Shapes disagree, K is not a multiple of 32, a global scale is given, or the
+            rule is unknown.
+    """
+    return mx.scale_distance(E2M1, x, scale_bytes, global_scale, scale_rule)
+
+
 def decode(
     codes: torch.Tensor,
     scale_bytes: torch.Tensor,

@@ -10,7 +10,9 @@ from typing import Literal
 
 import torch
 
-from megatron_trace.formats import packing, reference
+from megatron_trace.formats import packing
+from megatron_trace.formats.checks import require_num_bits
+from megatron_trace.formats.number_format import NVFP4, NumberFormat
 from megatron_trace.formats.residues import restored
 
 Implementation = Literal["auto", "torch", "triton"]
@@ -18,16 +20,19 @@ Implementation = Literal["auto", "torch", "triton"]
 
 def rtn(
     x: torch.Tensor,
-    global_scale: torch.Tensor | float,
+    global_scale: torch.Tensor | float | None,
     *,
+    number_format: NumberFormat = NVFP4,
     dtype: torch.dtype | None = None,
     implementation: Implementation = "auto",
 ) -> torch.Tensor:
-    """Gives `reference.rtn` with the identity as gradient to x.
+    """Gives `rtn` of a format with the identity as gradient to x.
 
     Args:
         x: float [..., K].
-        global_scale: FP32 0-d tensor or number, or one for each row, decode side.
+        global_scale: FP32 0-d tensor or number, or one for each row, decode side; None for a format
+            without.
+        number_format: The format.
         dtype: dtype in which the dequantised values are rounded; None is that of x.
         implementation: `torch`, `triton`, or `auto` (Triton where x is on a GPU).
 
@@ -35,60 +40,70 @@ def rtn(
         [..., K] in the dtype of x.
 
     Raises:
-        ValueError: K is not a multiple of 16, or the implementation cannot run on x.
+        ValueError: K is not a multiple of the block size, or the implementation cannot run on x.
     """
-    module = _implementation(implementation, x)
-    return straight_through(x, module.rtn(x.detach(), global_scale, dtype=dtype))
+    module = _module(number_format, implementation, x)
+    y = module.rtn(x.detach(), global_scale, dtype=dtype, **number_format.rules)
+    return straight_through(x, y)
 
 
 def rtn_record(
     x: torch.Tensor,
-    global_scale: torch.Tensor | float,
+    global_scale: torch.Tensor | float | None,
     *,
     num_bits: int,
+    number_format: NumberFormat = NVFP4,
     dtype: torch.dtype | None = None,
     implementation: Implementation = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gives `reference.rtn_record`, without gradient.
+    """Gives `rtn_record` of a format, without gradient.
 
     Args:
         x: float [..., K].
-        global_scale: FP32 0-d tensor or number, or one for each row, decode side.
-        num_bits: 1, 2 (lowest bits) or 4 (codes) per value of the hint.
+        global_scale: As `rtn`.
+        num_bits: Bits per value of the hint, one of `number_format.hint_bits`; `code_bits` gives
+            packed codes.
+        number_format: The format.
         dtype: dtype in which the dequantised values are rounded; None is that of x.
         implementation: `torch`, `triton`, or `auto` (Triton where x is on a GPU).
 
     Returns:
         y: [..., K] in the dtype of x.
         hint: uint8 [..., K * num_bits / 8].
-        scale_bytes: uint8 [..., B], E4M3.
+        scale_bytes: uint8 [..., B].
 
     Raises:
-        ValueError: K is not a multiple of 16, num_bits is not 1, 2 or 4, or the implementation
-            cannot run on x.
+        ValueError: K is not a multiple of the block size, num_bits is not that of a hint, or the
+            implementation cannot run on x.
     """
-    module = _implementation(implementation, x)
-    return module.rtn_record(x.detach(), global_scale, num_bits=num_bits, dtype=dtype)
+    module = _module(number_format, implementation, x)
+    return module.rtn_record(
+        x.detach(), global_scale, num_bits=num_bits, dtype=dtype, **number_format.rules
+    )
 
 
 def guided(
     x: torch.Tensor,
     hint: torch.Tensor,
     scale_bytes: torch.Tensor,
-    global_scale: torch.Tensor | float,
+    global_scale: torch.Tensor | float | None,
     *,
     num_bits: int,
+    has_hint: torch.Tensor | None = None,
+    number_format: NumberFormat = NVFP4,
     dtype: torch.dtype | None = None,
     implementation: Implementation = "auto",
 ) -> torch.Tensor:
-    """Gives `reference.guided` with the identity as gradient to x.
+    """Gives `guided` of a format, and `rtn` in rows without hint; the identity as gradient to x.
 
     Args:
         x: float [..., K]; the trainer's values.
-        hint: uint8 [..., K * num_bits / 8]; packed lowest bits (1, 2) or codes (4).
+        hint: uint8 [..., K * num_bits / 8]; packed lowest bits, or codes.
         scale_bytes: uint8 [..., B]; the rollout's block scales.
-        global_scale: FP32 0-d tensor or number, or one for each row; the rollout's, decode side.
-        num_bits: 1, 2 or 4.
+        global_scale: As `rtn`; the rollout's.
+        num_bits: One of `number_format.hint_bits`.
+        has_hint: bool [...]; rows that have a hint. None says that all have.
+        number_format: The format.
         dtype: dtype in which the dequantised values are rounded; None is that of x.
         implementation: `torch`, `triton`, or `auto` (Triton where x is on a GPU).
 
@@ -96,12 +111,121 @@ def guided(
         [..., K] in the dtype of x.
 
     Raises:
-        ValueError: Shapes disagree, K is not a multiple of 16, num_bits is not 1, 2 or 4, or the
-            implementation cannot run on x.
+        ValueError: Shapes disagree, K is not a multiple of the block size, num_bits is not that of
+            a hint, or the implementation cannot run on x.
     """
-    module = _implementation(implementation, x)
-    y = module.guided(x.detach(), hint, scale_bytes, global_scale, num_bits=num_bits, dtype=dtype)
+    module = _module(number_format, implementation, x)
+    values = x.detach()
+    y = module.guided(values, hint, scale_bytes, global_scale, num_bits=num_bits, dtype=dtype)
+    if has_hint is not None:
+        present = _rows_with_hint(has_hint, x)
+        nearest = module.rtn(values, global_scale, dtype=dtype, **number_format.rules)
+        # Rows are not picked out: that would wait for the GPU.
+        y = torch.where(present, y, nearest)
     return straight_through(x, y)
+
+
+def encode(
+    x: torch.Tensor,
+    global_scale: torch.Tensor | float | None,
+    *,
+    number_format: NumberFormat = NVFP4,
+    implementation: Implementation = "auto",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gives packed codes and block scales of x, rounded to nearest.
+
+    Args:
+        x: float [..., K].
+        global_scale: As `rtn`.
+        number_format: The format.
+        implementation: `torch`, `triton`, or `auto` (Triton where x is on a GPU).
+
+    Returns:
+        packed_codes: uint8 [..., K * code_bits / 8].
+        scale_bytes: uint8 [..., B].
+
+    Raises:
+        ValueError: K is not a multiple of the block size, or the implementation cannot run on x.
+    """
+    values, rules = x.detach(), number_format.rules
+    bits = number_format.code_bits
+    if takes_triton(implementation, x):
+        _, packed, scale_bytes = number_format.kernels.rtn_record(
+            values, global_scale, num_bits=bits, **rules
+        )
+        return packed, scale_bytes
+    codes, scale_bytes = number_format.specification.encode(values, global_scale, **rules)
+    return packing.pack_hint(codes, bits), scale_bytes
+
+
+def decode(
+    packed_codes: torch.Tensor,
+    scale_bytes: torch.Tensor,
+    global_scale: torch.Tensor | float | None,
+    *,
+    number_format: NumberFormat = NVFP4,
+    dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """Gives the values of packed codes.
+
+    Args:
+        packed_codes: uint8 [..., K * code_bits / 8].
+        scale_bytes: uint8 [..., B].
+        global_scale: As `rtn`.
+        number_format: The format.
+        dtype: dtype of the result; the FP32 products are rounded to it.
+
+    Returns:
+        dtype [..., K].
+
+    Raises:
+        ValueError: Shapes disagree, or K is not a multiple of the block size.
+    """
+    codes = packing.unpack_hint(packed_codes, number_format.code_bits)
+    return number_format.specification.decode(codes, scale_bytes, global_scale, dtype)
+
+
+def guided_packed(
+    x: torch.Tensor,
+    hint: torch.Tensor,
+    scale_bytes: torch.Tensor,
+    global_scale: torch.Tensor | float | None,
+    *,
+    num_bits: int,
+    has_hint: torch.Tensor | None = None,
+    number_format: NumberFormat = NVFP4,
+    implementation: Implementation = "auto",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gives packed codes and block scales whose values `guided` gives, where x is finite.
+
+    Args:
+        x: float [..., K]; the trainer's values.
+        hint: uint8 [..., K * num_bits / 8]; packed lowest bits, or codes.
+        scale_bytes: uint8 [..., B]; the rollout's block scales.
+        global_scale: As `rtn`; the rollout's.
+        num_bits: One of `number_format.hint_bits`.
+        has_hint: bool [...]; rows that have a hint. None says that all have.
+        number_format: The format.
+        implementation: `torch`, `triton`, or `auto` (Triton where x is on a GPU).
+
+    Returns:
+        packed_codes: uint8 [..., K * code_bits / 8].
+        scale_bytes: uint8 [..., B]; those given, and own ones in rows without hint.
+
+    Raises:
+        ValueError: As `guided`.
+    """
+    codes = number_format.specification.guided_codes(
+        x.detach(), hint, scale_bytes, global_scale, num_bits=num_bits
+    )
+    packed = packing.pack_hint(codes, number_format.code_bits)
+    if has_hint is None:
+        return packed, scale_bytes
+    present = _rows_with_hint(has_hint, x)
+    own, own_bytes = encode(
+        x, global_scale, number_format=number_format, implementation=implementation
+    )
+    return torch.where(present, packed, own), torch.where(present, scale_bytes, own_bytes)
 
 
 def restored_scales(
@@ -136,18 +260,35 @@ def restored_scales(
 
 
 def narrowed(
-    packed_codes: torch.Tensor, num_bits: int, *, implementation: Implementation = "auto"
+    packed_codes: torch.Tensor,
+    num_bits: int,
+    *,
+    number_format: NumberFormat = NVFP4,
+    implementation: Implementation = "auto",
 ) -> torch.Tensor:
-    """Gives `packing.narrowed`: the hint of codes that are packed already.
+    """Gives the hint of codes that are packed already.
 
     Args:
-        packed_codes: uint8 [..., K / 2], K % 8 == 0.
-        num_bits: 1, 2 or 4; at 4, the argument itself is given.
-        implementation: `torch`, `triton`, or `auto` (Triton where the codes are on a GPU).
+        packed_codes: uint8 [..., K * code_bits / 8], K % 8 == 0.
+        num_bits: One of `number_format.hint_bits`; with that of codes, the argument itself is
+            given.
+        number_format: The format.
+        implementation: `torch`, `triton`, or `auto` (Triton where the codes are on a GPU; torch
+            for codes of 8 bits, which has no kernel).
 
     Returns:
         uint8 [..., K * num_bits / 8].
+
+    Raises:
+        ValueError: num_bits is not that of a hint, or there is no kernel.
     """
+    require_num_bits(num_bits, number_format.code_bits)
+    if number_format.code_bits == 8:
+        if implementation == "triton":
+            raise ValueError(
+                f"codes of {number_format.name} are narrowed by torch only; use torch or auto"
+            )
+        return packing.pack_hint(packed_codes, num_bits)
     module = _codec(implementation, packed_codes) or packing
     return module.narrowed(packed_codes, num_bits)
 
@@ -220,25 +361,36 @@ class _StraightThrough(torch.autograd.Function):
         return grad_outputs[0], None
 
 
-def _implementation(name: Implementation, x: torch.Tensor) -> ModuleType:
-    if not _takes_triton(name, x):
-        return reference
-    # Only here: Triton looks for a GPU driver when it is imported.
-    from megatron_trace.formats import kernels
+def takes_triton(name: Implementation, values: torch.Tensor) -> bool:
+    """Says whether Triton is to compute something from values.
 
-    return kernels
+    Raises:
+        ValueError: There is no such implementation.
+    """
+    if name not in ("auto", "torch", "triton"):
+        raise ValueError(f"implementation must be auto, torch or triton; got {name!r}")
+    return name == "triton" or (name == "auto" and values.is_cuda)
+
+
+def _module(number_format: NumberFormat, name: Implementation, x: torch.Tensor) -> ModuleType:
+    return number_format.kernels if takes_triton(name, x) else number_format.specification
 
 
 def _codec(name: Implementation, values: torch.Tensor) -> ModuleType | None:
     """Gives the kernels of the hint codec; None if torch is to do it."""
-    if not _takes_triton(name, values):
+    if not takes_triton(name, values):
         return None
+    # Only here: Triton looks for a GPU driver when it is imported.
     from megatron_trace.formats import hint_kernels
 
     return hint_kernels
 
 
-def _takes_triton(name: Implementation, values: torch.Tensor) -> bool:
-    if name not in ("auto", "torch", "triton"):
-        raise ValueError(f"implementation must be auto, torch or triton; got {name!r}")
-    return name == "triton" or (name == "auto" and values.is_cuda)
+def _rows_with_hint(has_hint: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Gives bool [..., 1]."""
+    if has_hint.dtype != torch.bool or has_hint.shape != x.shape[:-1]:
+        raise ValueError(
+            f"has_hint must be bool {tuple(x.shape[:-1])}, one for each row; got "
+            f"{has_hint.dtype} {tuple(has_hint.shape)}"
+        )
+    return has_hint.unsqueeze(-1)

@@ -78,6 +78,28 @@ def own_scale_bytes(x: torch.Tensor, global_scale: torch.Tensor | float) -> torc
     return scale_bytes
 
 
+def scale_distance(
+    x: torch.Tensor, scale_bytes: torch.Tensor, global_scale: torch.Tensor | float
+) -> torch.Tensor:
+    """Gives how far block scales are from those that x has, in eighths of a power of two.
+
+    Args:
+        x: float [..., K].
+        scale_bytes: uint8 [..., B], E4M3.
+        global_scale: FP32 0-d tensor or number, or one for each row, decode side.
+
+    Returns:
+        int16 [..., B], steps of E4M3; 0 only where the bytes are equal.
+
+    Raises:
+        ValueError: Shapes disagree, or K is not a multiple of 16.
+    """
+    require_scales(x, scale_bytes)
+    # Positive E4M3 values are ordered like their bytes.
+    own = own_scale_bytes(x, global_scale)
+    return (own.to(torch.int16) - scale_bytes.to(torch.int16)).abs_()
+
+
 def decode(
     codes: torch.Tensor,
     scale_bytes: torch.Tensor,
