@@ -22,7 +22,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
 from megatron_trace import compat
-from megatron_trace.hints.types import QuantizerSettings, Site
+from megatron_trace.hints.settings_file import settings_from_record, settings_record
 from megatron_trace.rl.run import Progress, RlRun, use_settings_of_engine
 
 _FORMAT = "megatron_trace RL checkpoint"
@@ -53,12 +53,13 @@ def save(run: RlRun, folder: str | Path, *, identity: Mapping[str, Any]) -> Path
     temporary.mkdir(parents=True)
     with compat.checkpoint_writes_in_process():
         dist_checkpointing.save(_sharded_state(run, is_loading=False), str(temporary))
+    settings = run.engine.settings
     record = {
         "format": _FORMAT,
         "format_version": _FORMAT_VERSION,
         "identity": dict(identity),
         "progress": asdict(run.progress),
-        "quantizer_settings": _settings_record(run.engine.settings),
+        "quantizer_settings": settings and settings_record(settings),
         "files": {name: _file_record(temporary / name) for name in _files(temporary)},
     }
     with (temporary / _RUN_FILE).open("w", encoding="utf-8") as file:
@@ -126,9 +127,9 @@ def resume(run: RlRun, checkpoint: str | Path, *, identity: Mapping[str, Any]) -
     torch.set_rng_state(state["random_states"]["torch"])
     _random_tracker().set_states(state["random_states"]["tracker"])
     run.progress = Progress(**record["progress"])
-    settings = _settings_from(record["quantizer_settings"])
+    settings = record["quantizer_settings"]
     if settings is not None:
-        run.engine.use_settings(settings)
+        run.engine.use_settings(settings_from_record(settings))
         use_settings_of_engine(run)
     run.push_weights(run.progress.policy_version)
 
@@ -193,24 +194,3 @@ def _file_record(path: Path) -> dict[str, Any]:
 def _plain(value: Any) -> Any:
     """Gives a value as it looks after JSON."""
     return json.loads(json.dumps(value))
-
-
-def _settings_record(settings: QuantizerSettings | None) -> dict[str, Any] | None:
-    if settings is None:
-        return None
-    # Hexadecimal: a scale that loses a bit gives other codes.
-    scales = [
-        [layer, str(site), float(scale).hex()]
-        for (layer, site), scale in sorted(settings.global_scales.items())
-    ]
-    return asdict(settings) | {"global_scales": scales}
-
-
-def _settings_from(record: Mapping[str, Any] | None) -> QuantizerSettings | None:
-    if record is None:
-        return None
-    scales = {
-        (layer, Site(site)): float.fromhex(scale) for layer, site, scale in record["global_scales"]
-    }
-    values: dict[str, Any] = {**record, "global_scales": scales}
-    return QuantizerSettings(**values)

@@ -1,0 +1,197 @@
+"""A folder through which rollout and training exchange samples, hints and rewards.
+
+    settings.json                        the quantiser settings of all samples (none: BF16 rollouts)
+    v00000007/                           samples and hints, see docs/hint_files.md
+    rewards/v00000007.000000.jsonl       {"sample_id", "group", "group_size", "reward"} a line
+
+A sample can be trained on once every sample of its group is committed and rewarded.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from megatron_trace.hints.durable import make_folder, write_file
+from megatron_trace.hints.files import HintFiles
+from megatron_trace.hints.files_writer import HintFilesWriter
+from megatron_trace.hints.settings_file import SETTINGS_FILE, load_settings, save_settings
+from megatron_trace.hints.types import QuantizerSettings, RolloutSample
+from megatron_trace.rl.advantages import group_advantages
+
+REWARDS_FOLDER = "rewards"
+
+
+@dataclass(frozen=True)
+class Reward:
+    """The reward of one sample.
+
+    Attributes:
+        sample_id: The sample.
+        group: Name of its prompt group, unique within the folder.
+        group_size: Samples of the group.
+        reward: The reward.
+    """
+
+    sample_id: str
+    group: str
+    group_size: int
+    reward: float
+
+
+@dataclass(frozen=True)
+class RewardedSample:
+    """What training needs of one sample, beside its hints.
+
+    Attributes:
+        sample: Tokens, log-probs, routing.
+        reward: Its reward.
+        advantage: Relative to the other samples of its group.
+    """
+
+    sample: RolloutSample
+    reward: float
+    advantage: float
+
+
+def commit_rollouts(
+    files: HintFilesWriter,
+    samples: Sequence[RolloutSample],
+    rewards: Sequence[Reward],
+    settings: QuantizerSettings | None,
+) -> None:
+    """Writes samples whose hints are staged in `files`, then their rewards.
+
+    Args:
+        files: The folder's writer; the engine's `generate` put the hints into it.
+        samples: Samples of one policy version.
+        rewards: One reward for each sample, in the same order.
+        settings: Quantiser settings of the engine; None for BF16.
+
+    Raises:
+        ValueError: Rewards and samples do not belong together, or the folder's samples were made
+            under other settings.
+    """
+    if [reward.sample_id for reward in rewards] != [sample.sample_id for sample in samples]:
+        raise ValueError(
+            f"{len(rewards)} rewards must name the {len(samples)} samples in their order"
+        )
+    if not samples:
+        return
+    digest = "" if settings is None else settings.digest()
+    for sample in samples:
+        if sample.settings_digest != digest:
+            raise ValueError(
+                f"sample {sample.sample_id} was rolled out under quantiser settings "
+                f"{sample.settings_digest or '(none: BF16)'}, but the settings given are "
+                f"{digest or '(none: BF16)'}"
+            )
+    if settings is not None:
+        save_settings(settings, files.folder)
+    files.commit(samples)
+    folder = files.folder / REWARDS_FOLDER
+    make_folder(folder)
+    prefix = f"v{samples[0].policy_version:08d}"
+    number = len(list(folder.glob(f"{prefix}.*.jsonl")))
+    lines = "".join(json.dumps(asdict(reward)) + "\n" for reward in rewards)
+    write_file(folder / f"{prefix}.{number:06d}.jsonl", lines.encode())
+
+
+class RolloutFolder:
+    """The samples of a folder that can be trained on, in the order of version and commit.
+
+    Args:
+        folder: The folder.
+        settle: Whether samples without a reward, or of groups of which samples are missing, are
+            left out and counted in `unsettled`; if not, they raise.
+
+    Attributes:
+        hints: The hints.
+        settings: Quantiser settings of the samples; None for BF16.
+        unsettled: Samples that were left out.
+
+    Raises:
+        FileNotFoundError: There is no such folder.
+        ValueError: A reward file is damaged, or no sample can be trained on.
+    """
+
+    def __init__(self, folder: str | Path, *, settle: bool = True) -> None:
+        self.hints = HintFiles(folder)
+        self.folder = self.hints.folder
+        has_settings = (self.folder / SETTINGS_FILE).is_file()
+        self.settings = load_settings(self.folder) if has_settings else None
+        rewards = _read_rewards(self.folder / REWARDS_FOLDER)
+        committed = self.hints.sample_ids()
+        present = Counter(rewards[name].group for name in committed if name in rewards)
+        self._sample_ids = tuple(
+            name
+            for name in committed
+            if name in rewards and present[rewards[name].group] == rewards[name].group_size
+        )
+        settled = set(self._sample_ids)
+        self.unsettled = tuple(name for name in committed if name not in settled)
+        if self.unsettled and not settle:
+            raise ValueError(
+                f"{self.folder}: {len(self.unsettled)} samples have no reward, or belong to groups "
+                f"of which samples are missing (first: {self.unsettled[0]})"
+            )
+        if not self._sample_ids:
+            raise ValueError(
+                f"{self.folder} has no sample to train on: {len(committed)} are committed, "
+                f"{len(rewards)} have a reward; a sample needs every sample of its group"
+            )
+        self._rewards = {name: rewards[name] for name in self._sample_ids}
+        self._advantages = _advantages(self._rewards)
+
+    def __len__(self) -> int:
+        """Samples that can be trained on."""
+        return len(self._sample_ids)
+
+    def __getitem__(self, index: int) -> RewardedSample:
+        """Gives a sample.
+
+        Raises:
+            IndexError: There are fewer samples.
+            ValueError: Its file is damaged.
+        """
+        name = self._sample_ids[index]
+        return RewardedSample(
+            self.hints.sample(name), self._rewards[name].reward, self._advantages[name]
+        )
+
+
+def _read_rewards(folder: Path) -> dict[str, Reward]:
+    rewards: dict[str, Reward] = {}
+    for path in sorted(folder.glob("*.jsonl")) if folder.is_dir() else ():
+        if not re.fullmatch(r"v\d{8,}\.\d{6,}\.jsonl", path.name):
+            raise ValueError(f"{path} is no file of rewards; move it elsewhere")
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            try:
+                reward = Reward(**json.loads(line))
+            except (TypeError, json.JSONDecodeError) as error:
+                raise ValueError(f"{path}, line {number}: no reward ({error})") from error
+            if reward.sample_id in rewards:
+                raise ValueError(
+                    f"{path}, line {number}: sample {reward.sample_id} has a reward already"
+                )
+            rewards[reward.sample_id] = reward
+    return rewards
+
+
+def _advantages(rewards: Mapping[str, Reward]) -> dict[str, float]:
+    groups: dict[str, list[Reward]] = {}
+    for reward in rewards.values():
+        groups.setdefault(reward.group, []).append(reward)
+    advantages: dict[str, float] = {}
+    for members in groups.values():
+        values = group_advantages(torch.tensor([[member.reward for member in members]]))[0]
+        advantages |= {
+            member.sample_id: value for member, value in zip(members, values.tolist(), strict=True)
+        }
+    return advantages
