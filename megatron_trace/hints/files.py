@@ -22,6 +22,7 @@ from megatron_trace.hints.folder import (
     version_folders,
 )
 from megatron_trace.hints.manifest import manifest_name
+from megatron_trace.hints.part import HintPart
 from megatron_trace.hints.sample_file import Place, SampleFile, Shard
 from megatron_trace.hints.store import RecordKind, require_same_rollout
 from megatron_trace.hints.tensor_file import BytesRead, DamagedFileError
@@ -35,8 +36,15 @@ _MAX_OPEN_FILES = 256
 class HintSource(Protocol):
     """What training reads hints from: `HintStore` or `HintFiles`."""
 
-    def get(self, key: HintKey, *, num_rows: int, kind: RecordKind = ...) -> SiteHint:
-        """Gives the record of one sample at one place."""
+    def get(
+        self,
+        key: HintKey,
+        *,
+        num_rows: int,
+        kind: RecordKind = ...,
+        part: HintPart | None = None,
+    ) -> SiteHint:
+        """Gives the record of one sample at one place, or a part of it."""
         ...
 
     def places(self, sample_id: str, kind: RecordKind = ...) -> tuple[Place, ...]:
@@ -87,16 +95,27 @@ class HintFiles:
         """Gives the complete samples, in the order of policy version and commit."""
         return tuple(sample_id for sample_id, _ in self._complete())
 
-    def get(self, key: HintKey, *, num_rows: int, kind: RecordKind = RecordKind.HINT) -> SiteHint:
+    def get(
+        self,
+        key: HintKey,
+        *,
+        num_rows: int,
+        kind: RecordKind = RecordKind.HINT,
+        part: HintPart | None = None,
+    ) -> SiteHint:
         """Gives the record of one sample at one place; reads the bytes of this record only.
 
         The tensors are a private map of the file: do not write to them. It would not change the
         file, but the next read of this process would find a wrong checksum.
 
+        A part is copied, and nothing else of the record is read. Its bytes are then not compared
+        with the checksum, which is of the whole record: `verify` does that once for all.
+
         Args:
             key: Where it belongs, with the policy version and settings the caller trains on.
             num_rows: Rows that the sample has.
             kind: Hints or full codes.
+            part: Rows and columns that are wanted; None for all.
 
         Raises:
             LookupError: Nothing is committed there.
@@ -111,7 +130,7 @@ class HintFiles:
             )
         for file in self._files(key.sample_id, stored):
             require_same_rollout(file, key, num_rows, where=f"{file.path}: ")
-            record = file.record(kind, (key.layer, key.site))
+            record = file.record(kind, (key.layer, key.site), part)
             if record is not None:
                 return record
         places = ", ".join(f"{layer}.{site}" for layer, site in self.places(key.sample_id, kind))

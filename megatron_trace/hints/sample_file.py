@@ -8,13 +8,14 @@ stored without a change here; a reader that does not know it refuses the file.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from megatron_trace.hints.part import HintPart, select_part
 from megatron_trace.hints.store import RecordKind
 from megatron_trace.hints.tensor_file import (
     BytesRead,
@@ -110,6 +111,7 @@ class SampleFile:
             DamagedFileError: The header is not what was written.
         """
         self._file = TensorFile(path, counter)
+        self._counter = counter
         self.path = path
         self.header_crc32 = self._file.header_crc32
         attributes = self._file.attributes
@@ -145,8 +147,15 @@ class SampleFile:
         """Size of the file."""
         return self._file.num_bytes
 
-    def record(self, kind: RecordKind, place: Place) -> SiteHint | None:
+    def record(
+        self, kind: RecordKind, place: Place, part: HintPart | None = None
+    ) -> SiteHint | None:
         """Gives the record of a place, or None where there is none.
+
+        Args:
+            kind: Hints or full codes.
+            place: Decoder layer and site.
+            part: What is wanted of it, read without comparing checksums; None for all.
 
         Raises:
             DamagedFileError: Its bytes are not those that were written.
@@ -155,7 +164,13 @@ class SampleFile:
         if stored is None:
             return None
         key = HintKey(self.sample_id, *place, self.policy_version, self.settings_digest)
-        return self._put_together(SiteHint, stored, _prefix(kind, place), {"key": key})
+        prefix = _prefix(kind, place)
+        if part is None:
+            return self._put_together(SiteHint, stored, prefix, {"key": key}, self._file.tensor)
+        whole = self._put_together(SiteHint, stored, prefix, {"key": key}, self._file.unread_tensor)
+        record, num_read = select_part(whole, part)
+        self._counter.tensor_bytes += num_read
+        return record
 
     def sample(self) -> RolloutSample | None:
         """Gives the sample, or None in another shard than 0.
@@ -166,17 +181,24 @@ class SampleFile:
         if self._sample is None:
             return None
         identity = {name: getattr(self, name) for name in _IDENTITY_FIELDS}
-        return self._put_together(RolloutSample, self._sample, "sample", identity)
+        return self._put_together(
+            RolloutSample, self._sample, "sample", identity, self._file.tensor
+        )
 
     def _put_together[T](
-        self, kind: type[T], stored: Mapping[str, Any], prefix: str, given: Mapping[str, Any]
+        self,
+        kind: type[T],
+        stored: Mapping[str, Any],
+        prefix: str,
+        given: Mapping[str, Any],
+        tensor: Callable[[str], torch.Tensor],
     ) -> T:
         try:
             fields = dict(stored["values"])
             for name in stored["tensors"]:
-                fields[name] = self._file.tensor(f"{prefix}/{name}")
+                fields[name] = tensor(f"{prefix}/{name}")
             for name in stored["tuples"]:
-                fields[name] = tuple(self._file.tensor(f"{prefix}/{name}").tolist())
+                fields[name] = tuple(tensor(f"{prefix}/{name}").tolist())
             return kind(**given, **fields)
         except DamagedFileError:
             raise

@@ -10,6 +10,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from megatron_trace.hints.part import HintPart, select_part
 from megatron_trace.hints.types import HintKey, Site, SiteHint
 
 
@@ -79,13 +80,21 @@ class HintStore:
         places[key.layer, key.site] = hint
         self._samples[key.sample_id] = records
 
-    def get(self, key: HintKey, *, num_rows: int, kind: RecordKind = RecordKind.HINT) -> SiteHint:
-        """Gives the record of one sample at one place.
+    def get(
+        self,
+        key: HintKey,
+        *,
+        num_rows: int,
+        kind: RecordKind = RecordKind.HINT,
+        part: HintPart | None = None,
+    ) -> SiteHint:
+        """Gives the record of one sample at one place, or a part of it.
 
         Args:
             key: Where it belongs, with the policy version and settings the caller trains on.
             num_rows: Rows that the sample has.
             kind: Hints or full codes.
+            part: Rows and columns that are wanted; None for all.
 
         Raises:
             LookupError: Nothing is stored there.
@@ -106,7 +115,7 @@ class HintStore:
                 f"no {kind} record at this place; the sample has them at layer.site "
                 f"{stored or '(none)'}; record the place, or set missing_hints=rtn ({key})"
             )
-        return hint
+        return hint if part is None else select_part(hint, part)[0]
 
     def places(
         self, sample_id: str, kind: RecordKind = RecordKind.HINT

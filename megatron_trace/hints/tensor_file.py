@@ -178,16 +178,25 @@ class TensorFile:
         Raises:
             DamagedFileError: The bytes are not those that were written.
         """
-        entry = self.entries[name]
-        self._require_uncut()
-        content = self._slice(self.tensors_start + entry.offset, entry.num_bytes)
+        tensor, entry = self.unread_tensor(name), self.entries[name]
         self._counter.tensor_bytes += entry.num_bytes
-        found = zlib.crc32(memoryview(content.numpy()))
+        found = zlib.crc32(memoryview(tensor.reshape(-1).view(torch.uint8).numpy()))
         if found != entry.crc32:
             raise DamagedFileError(
                 f"{self.path}: tensor {name} has checksum {found:08x}, but {entry.crc32:08x} was "
                 "written"
             )
+        return tensor
+
+    def unread_tensor(self, name: str) -> torch.Tensor:
+        """Gives a tensor as a map of the file, unread: no checksum is compared, nothing counted.
+
+        Raises:
+            DamagedFileError: The file was cut since it was opened.
+        """
+        entry = self.entries[name]
+        self._require_uncut()
+        content = self._slice(self.tensors_start + entry.offset, entry.num_bytes)
         return content.view(DTYPES[entry.dtype]).view(entry.shape)
 
     def _read_header(self) -> tuple[int, bytes]:

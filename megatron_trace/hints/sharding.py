@@ -1,0 +1,299 @@
+"""Which positions, columns, experts, samples and layers a rank holds: index arithmetic only.
+
+Nothing here communicates or knows a process group: sizes and ranks are arguments. Of every
+function, the parts of all ranks cover the whole exactly once, except where several ranks hold the
+same KV head.
+
+Legend: S positions of a padded sample, R recorded rows of a sample (its tokens but the last).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+PaddingSide = Literal["right", "left"]
+
+
+def padded_length(longest: int, *, tp_size: int, cp_size: int) -> int:
+    """Gives the smallest S >= `longest` that context and sequence parallelism can split.
+
+    Args:
+        longest: Positions of the longest sample.
+        tp_size: Ranks that split the tokens of a context-parallel rank (sequence parallelism).
+        cp_size: Ranks that split a sample, each with two chunks.
+    """
+    multiple = tp_size * (2 * cp_size if cp_size > 1 else 1)
+    return -(-longest // multiple) * multiple
+
+
+def cp_positions(num_positions: int, cp_size: int, cp_rank: int) -> tuple[range, ...]:
+    """Gives the positions of a context-parallel rank, ascending: chunks r and 2 cp - 1 - r.
+
+    The zig-zag gives every rank as much of a causal mask's triangle.
+
+    Args:
+        num_positions: S.
+        cp_size: Ranks.
+        cp_rank: r.
+
+    Raises:
+        ValueError: S is not a multiple of 2 cp.
+
+    Source: Megatron-Core 0.19.2, `get_pos_emb_on_this_cp_rank` (rope_utils.py).
+    """
+    _require_rank("context-parallel", cp_size, cp_rank)
+    if cp_size == 1:
+        return (range(num_positions),)
+    if num_positions % (2 * cp_size):
+        raise ValueError(
+            f"{num_positions} positions cannot be split into {2 * cp_size} chunks of "
+            f"{cp_size} context-parallel ranks; pad to a multiple of {2 * cp_size}"
+        )
+    size = num_positions // (2 * cp_size)
+    return tuple(
+        range(chunk * size, (chunk + 1) * size) for chunk in (cp_rank, 2 * cp_size - 1 - cp_rank)
+    )
+
+
+def token_positions(
+    num_positions: int, *, tp_size: int = 1, tp_rank: int = 0, cp_size: int = 1, cp_rank: int = 0
+) -> tuple[range, ...]:
+    """Gives the positions of a rank where sequence parallelism splits those of its CP rank.
+
+    Args:
+        num_positions: S.
+        tp_size: Tensor-parallel ranks, each with a contiguous part of the CP rank's positions.
+        tp_rank: Which part.
+        cp_size: Context-parallel ranks.
+        cp_rank: This one.
+
+    Returns:
+        Ascending ranges of positions, in the order of the rank's rows.
+
+    Raises:
+        ValueError: The positions cannot be split evenly.
+    """
+    _require_rank("tensor-parallel", tp_size, tp_rank)
+    chunks = cp_positions(num_positions, cp_size, cp_rank)
+    local = sum(len(chunk) for chunk in chunks)
+    if local % tp_size:
+        enough = padded_length(num_positions, tp_size=tp_size, cp_size=cp_size)
+        raise ValueError(
+            f"{local} positions of a context-parallel rank cannot be split over {tp_size} "
+            f"sequence-parallel ranks; pad to {enough}"
+        )
+    size = local // tp_size
+    return _cut(chunks, tp_rank * size, (tp_rank + 1) * size)
+
+
+def recorded_rows(
+    positions: Sequence[range],
+    num_rows: int,
+    num_positions: int,
+    *,
+    padding: PaddingSide = "right",
+) -> tuple[range, ...]:
+    """Gives the rows of a sample's records that stand at some positions; padding has none.
+
+    Args:
+        positions: Ascending ranges of positions.
+        num_rows: R of the sample, at most S.
+        num_positions: S.
+        padding: Side on which the sample is padded to S positions.
+
+    Returns:
+        Ascending ranges of 0 to R - 1, without empty ones.
+    """
+    if num_rows > num_positions:
+        raise ValueError(f"{num_rows} rows do not fit into {num_positions} positions")
+    first = 0 if padding == "right" else num_positions - num_rows
+    rows = (
+        range(max(part.start - first, 0), min(part.stop - first, num_rows)) for part in positions
+    )
+    return tuple(part for part in rows if part)
+
+
+def packed_positions(
+    lengths: Sequence[int],
+    *,
+    tp_size: int = 1,
+    tp_rank: int = 0,
+    cp_size: int = 1,
+    cp_rank: int = 0,
+) -> list[tuple[int, int] | None]:
+    """Gives the (sequence, position) of each row of a rank when sequences are packed.
+
+    Each sequence is padded by itself to a multiple of 2 cp, and split in zig-zag; the rank's parts
+    stand one after another, padded at the end to a multiple of tp, of which sequence parallelism
+    takes a contiguous part.
+
+    Args:
+        lengths: Positions of each sequence.
+        tp_size: Tensor-parallel ranks that split the rows.
+        tp_rank: This one.
+        cp_size: Context-parallel ranks.
+        cp_rank: This one.
+
+    Returns:
+        One entry a row; None for padding.
+    """
+    _require_rank("tensor-parallel", tp_size, tp_rank)
+    rows: list[tuple[int, int] | None] = []
+    for sequence, length in enumerate(lengths):
+        padded = padded_length(length, tp_size=1, cp_size=cp_size)
+        for part in cp_positions(padded, cp_size, cp_rank):
+            rows += [(sequence, p) if p < length else None for p in part]
+    rows += [None] * (-len(rows) % tp_size)
+    size = len(rows) // tp_size
+    return rows[tp_rank * size : (tp_rank + 1) * size]
+
+
+def kv_heads(num_heads: int, tp_size: int, tp_rank: int) -> range:
+    """Gives the KV heads whose keys and values a tensor-parallel rank computes.
+
+    With fewer KV heads than ranks, several ranks hold the same head, each for other query heads.
+
+    Args:
+        num_heads: KV heads (query groups) of a layer.
+        tp_size: Ranks.
+        tp_rank: This one.
+
+    Raises:
+        ValueError: Neither count divides the other.
+
+    Source: Megatron-Core 0.19.2, `Attention.__init__` and
+        `SelfAttention.get_query_key_value_tensors` (transformer/attention.py).
+    """
+    _require_rank("tensor-parallel", tp_size, tp_rank)
+    larger, smaller = max(num_heads, tp_size), min(num_heads, tp_size)
+    if larger % smaller:
+        raise ValueError(
+            f"{num_heads} KV heads cannot be split over {tp_size} tensor-parallel ranks: neither "
+            "is a multiple of the other"
+        )
+    if num_heads < tp_size:
+        head = tp_rank // (tp_size // num_heads)
+        return range(head, head + 1)
+    size = num_heads // tp_size
+    return range(tp_rank * size, (tp_rank + 1) * size)
+
+
+def expert_columns(num_columns: int, etp_size: int, etp_rank: int, *, block_size: int) -> range:
+    """Gives the columns of an expert's activation (fc2's input) of an expert-tensor-parallel rank.
+
+    Args:
+        num_columns: Hidden size of an expert.
+        etp_size: Ranks.
+        etp_rank: This one.
+        block_size: Neighbouring columns that share a block scale.
+
+    Raises:
+        ValueError: A shard would split a block.
+    """
+    _require_rank("expert-tensor-parallel", etp_size, etp_rank)
+    if num_columns % (etp_size * block_size):
+        blocks = num_columns // block_size
+        possible = [n for n in range(1, blocks + 1) if num_columns % (n * block_size) == 0]
+        choice = f"choose one of {possible}" if possible else "no size is possible"
+        raise ValueError(
+            f"expert_tensor_parallel_size={etp_size} would split blocks of {block_size} of the "
+            f"experts' {num_columns} columns, and a block has one scale; {choice}"
+        )
+    size = num_columns // etp_size
+    return range(etp_rank * size, (etp_rank + 1) * size)
+
+
+def local_experts(num_experts: int, ep_size: int, ep_rank: int) -> range:
+    """Gives the experts of an expert-parallel rank.
+
+    Raises:
+        ValueError: They cannot be split evenly.
+    """
+    _require_rank("expert-parallel", ep_size, ep_rank)
+    if num_experts % ep_size:
+        raise ValueError(
+            f"{num_experts} experts cannot be split over {ep_size} expert-parallel ranks"
+        )
+    size = num_experts // ep_size
+    return range(ep_rank * size, (ep_rank + 1) * size)
+
+
+def slots_of_experts(
+    routing: Sequence[Sequence[int]], experts: range
+) -> list[tuple[int, int, int]]:
+    """Gives the (expert, token, slot) of the rows that some experts receive.
+
+    Args:
+        routing: Experts of each token's slots.
+        experts: Experts of a rank.
+
+    Returns:
+        Rows in the order in which the experts get them: expert after expert, tokens ascending.
+    """
+    return sorted(
+        (expert, token, slot)
+        for token, slots in enumerate(routing)
+        for slot, expert in enumerate(slots)
+        if expert in experts
+    )
+
+
+def samples_of_rank(num_samples: int, dp_size: int, dp_rank: int) -> range:
+    """Gives the samples of a data-parallel rank; the first ranks take one more where it is uneven.
+
+    Raises:
+        ValueError: A rank would get no sample, and hang the collectives of the others.
+    """
+    _require_rank("data-parallel", dp_size, dp_rank)
+    if num_samples < dp_size:
+        raise ValueError(f"{num_samples} samples are too few for {dp_size} data-parallel ranks")
+    size, more = divmod(num_samples, dp_size)
+    start = dp_rank * size + min(dp_rank, more)
+    return range(start, start + size + (dp_rank < more))
+
+
+def chunk_layers(
+    layers_of_chunks: Sequence[int], pp_size: int, pp_rank: int, vp_stage: int = 0
+) -> range:
+    """Gives the layers of one model chunk of a pipeline stage.
+
+    Args:
+        layers_of_chunks: Layers of every chunk, in the order of the forward pass; chunk i is on
+            stage i modulo pp.
+        pp_size: Pipeline stages.
+        pp_rank: This one.
+        vp_stage: Which of the stage's chunks.
+
+    Raises:
+        ValueError: There is no such chunk, or the stages have unequal numbers of chunks.
+    """
+    _require_rank("pipeline-parallel", pp_size, pp_rank)
+    if len(layers_of_chunks) % pp_size:
+        raise ValueError(
+            f"{len(layers_of_chunks)} chunks cannot be dealt out to {pp_size} pipeline stages"
+        )
+    chunk = vp_stage * pp_size + pp_rank
+    if not 0 <= chunk < len(layers_of_chunks):
+        raise ValueError(
+            f"virtual stage {vp_stage} of pipeline stage {pp_rank} would be chunk {chunk}, but "
+            f"there are {len(layers_of_chunks)}"
+        )
+    start = sum(layers_of_chunks[:chunk])
+    return range(start, start + layers_of_chunks[chunk])
+
+
+def _cut(parts: Sequence[range], start: int, stop: int) -> tuple[range, ...]:
+    """Gives elements start to stop - 1 of ranges that stand one after another."""
+    found, before = [], 0
+    for part in parts:
+        piece = part[max(start - before, 0) : max(stop - before, 0)]
+        if piece:
+            found.append(piece)
+        before += len(part)
+    return tuple(found)
+
+
+def _require_rank(kind: str, size: int, rank: int) -> None:
+    if not 0 <= rank < size:
+        raise ValueError(f"{kind} rank must be 0 to {size - 1}; got {rank}")
