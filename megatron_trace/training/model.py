@@ -68,6 +68,8 @@ def build_trainer_model(
     trace: TraceConfig,
     dtype: torch.dtype = torch.bfloat16,
     attention: TrainerAttention = "sdpa",
+    rotary_percent: float = 1.0,
+    rotary_base: int = 10_000,
 ) -> tuple[HybridModel, TraceSites]:
     """Builds a trainer model and what scopes its hints and routing.
 
@@ -83,6 +85,8 @@ def build_trainer_model(
         attention: `sdpa` is torch's attention, the engine's arithmetic and bit-equal to it on some
             machines; `megatron` is Megatron's own `DotProductAttention`, which rounds elsewhere,
             as a trainer's kernels do.
+        rotary_percent: Share of the head dim that RoPE rotates.
+        rotary_base: Base period of RoPE.
 
     Raises:
         ValueError: The configuration asks for something that would break agreement with the
@@ -96,6 +100,8 @@ def build_trainer_model(
         vocab_size=vocab_size,
         max_sequence_length=max_sequence_length,
         modules=_modules(trace, attention),
+        rotary_percent=rotary_percent,
+        rotary_base=rotary_base,
     )
     sites = TraceSites(trace, model, model_shape(model, max_sequence_length))
     install_keyed_replay(model, sites)
@@ -135,6 +141,22 @@ def token_logprobs(
         micro_batch.positions,
         causal_mask(micro_batch.num_positions).to(sites.device),
     )
+    return logprobs_of_logits(logits, micro_batch, temperature=temperature)
+
+
+def logprobs_of_logits(
+    logits: torch.Tensor, micro_batch: MicroBatch, *, temperature: float = 1.0
+) -> torch.Tensor:
+    """Gives the log-probability of every next token from the model's logits.
+
+    Args:
+        logits: [B, S, vocabulary], output of the last stage.
+        micro_batch: The samples that were forwarded.
+        temperature: Temperature of the rollout's sampling.
+
+    Returns:
+        FP32 [B, S]; entry [b, s] belongs to token s + 1.
+    """
     logprobs = (logits.float() / temperature).log_softmax(-1)
     return logprobs.gather(-1, micro_batch.tokens[:, 1:].unsqueeze(-1)).squeeze(-1)
 
@@ -175,10 +197,14 @@ def _require_supported(config: TransformerConfig, trace: TraceConfig) -> None:
     if trace.method != "bf16":
         # It adds into weight.main_grad, which a quantised weight does not have.
         unsupported["gradient_accumulation_fusion"] = config.gradient_accumulation_fusion
-        for name in ("kv_channels", "hidden_size", "moe_ffn_hidden_size"):
+        widths = ["kv_channels"]
+        if config.num_moe_experts is not None:
+            widths += ["hidden_size", "moe_ffn_hidden_size"]
+        for name in widths:
             size = getattr(config, name)
             unsupported[f"{name}={size}, not a multiple of {BLOCK_SIZE}"] = size % BLOCK_SIZE != 0
-    if trace.method == "trace" and Site.FC2 in trace.hint_sites:
+    has_experts = config.num_moe_experts is not None
+    if has_experts and trace.method == "trace" and Site.FC2 in trace.hint_sites:
         # A hint's slots are those of the rollout's experts.
         unsupported[
             "hint_sites with fc2 and moe_enable_routing_replay=False"
