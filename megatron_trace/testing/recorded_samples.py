@@ -187,13 +187,13 @@ def seen_values(sites: TraceSites) -> Iterator[dict[Place, SeenValues]]:
     rounding, slot_rounding = sites.rounding, sites.slot_rounding
     last: list[Place] = []
 
-    def noting_place(layer: int, site: Site, rows: torch.Tensor | None) -> Rounding:
+    def noting_place(layer: int, site: Site, rows: torch.Tensor) -> Rounding:
         last[:] = [(layer, site)]
         return rounding(layer, site, rows)
 
-    def noting_slots(rows: torch.Tensor, place: Place, *args: Any) -> Rounding:
+    def noting_slots(rows: torch.Tensor, place: Place, *args: Any, **kwargs: Any) -> Rounding:
         last[:] = [place]
-        return slot_rounding(rows, place, *args)
+        return slot_rounding(rows, place, *args, **kwargs)
 
     def noting_values(self: Rounding, rows: torch.Tensor) -> torch.Tensor:
         values = quantised(self, rows)

@@ -74,12 +74,12 @@ class ExpertPlace:
     moe: MoELayer
     weight: ExpertWeight = field(default_factory=ExpertWeight)
 
-    def token_rows(self) -> torch.Tensor | None:
-        """Gives which rows of the micro-batch the expert's rows are, int64; None across ranks."""
+    def row_origin(self, row: int) -> tuple[int, int | None]:
+        """Gives the expert, and which row of the micro-batch its row is; None across ranks."""
         if self.moe.ep_group.size() > 1:
-            return None
+            return self.expert, None
         dispatcher: Any = self.moe.token_dispatcher
-        return dispatcher.routing_map[:, self.expert].nonzero()[:, 0]
+        return self.expert, int(dispatcher.routing_map[:, self.expert].nonzero()[row, 0])
 
 
 @dataclass(frozen=True)
@@ -233,7 +233,7 @@ class QuantisedWeightFc2(RowParallelLinear):
             return super()._forward_impl(input, weight, *args, **kwargs)
         rows = _current_rows(place)
         rounding = place.sites.slot_rounding(
-            input, (place.layer, Site.FC2), place.expert, rows.slots, place.token_rows
+            input, (place.layer, Site.FC2), rows.slots, place.row_origin, expert=place.expert
         )
         return weighted_product(
             input,

@@ -7,7 +7,7 @@ k top-k.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -27,7 +27,7 @@ from megatron_trace.training.rounding import (
     require_finite,
 )
 from megatron_trace.training.shape import ExpertMatrix, ModelShape, Place, place_name
-from megatron_trace.training.slots import SlotRows, dispatched_slots, no_slot_hints
+from megatron_trace.training.slots import RowOrigin, SlotRows, dispatched_slots, no_slot_hints
 from megatron_trace.training.weights import WeightRule
 
 if TYPE_CHECKING:
@@ -334,11 +334,12 @@ class TraceSites:
         self,
         x: torch.Tensor,
         place: Place,
-        expert: int,
         slots: SlotRows | None,
-        token_rows: Callable[[], torch.Tensor | None],
+        origin: RowOrigin,
+        *,
+        expert: int | None = None,
     ) -> Rounding:
-        """Gives how the unweighted activations of one expert are rounded, and counts the call.
+        """Gives how unweighted activations are rounded, and counts the call.
 
         A row is rounded by the hint of its token and expert slot if it has one that the guard
         accepts, and to nearest otherwise.
@@ -346,19 +347,18 @@ class TraceSites:
         Args:
             x: float [rows, K].
             place: Decoder layer and `Site.FC2`.
-            expert: Global index of the expert.
             slots: What `dispatched_slots` knows of these rows.
-            token_rows: Gives which of the micro-batch's N rows the rows of x are, or None if that
-                is not known; only called for an error message.
+            origin: Gives where a row of x is from; only called for an error message.
+            expert: Expert whose rows they are; None if they are those of all local experts.
         """
         scope = self._scope_at(place)
         rows = x.detach()
 
         def name(row: int) -> str:
-            known = token_rows()
-            if known is None:
-                return f"expert {expert}, row {row} (of some rank of the expert-parallel group)"
-            return f"expert {expert}, {scope.micro_batch.row_name(int(known[row]))}"
+            of_expert, token_row = origin(row)
+            if token_row is None:
+                return f"expert {of_expert}, row {row} (of some rank of the expert-parallel group)"
+            return f"expert {of_expert}, {scope.micro_batch.row_name(token_row)}"
 
         if self.trace.check_finite:
             require_finite(rows, place_name(place), name)
@@ -372,7 +372,7 @@ class TraceSites:
             self._tally.add_slots(place, rows, rounding, slots)
         return rounding
 
-    def rounding(self, layer: int, site: Site, values: torch.Tensor | None) -> Rounding:
+    def rounding(self, layer: int, site: Site, values: torch.Tensor) -> Rounding:
         """Gives how the operand of a place is rounded; the same when asked again.
 
         A row is rounded by the rollout's hint if it has one that the guard accepts, and to nearest
@@ -381,24 +381,15 @@ class TraceSites:
         Args:
             layer: Decoder layer of the checkpoint.
             site: Site.
-            values: float [N, K], the values of every token; None at fc2, whose rows are no tokens,
-                where experts do not ask for `slot_rounding`.
+            values: float [N, K], the values of every token.
 
         Raises:
             RuntimeError: No micro-batch is in force, or the settings are not known.
-            ValueError: The rows are not those of the micro-batch, a value is NaN or Inf, or fc2 is
-                guided and its values are not given.
+            ValueError: The rows are not those of the micro-batch, or a value is NaN or Inf.
         """
         place = (layer, site)
         scope = self._scope_at(place)
         plain = self._to_nearest(place)
-        if values is None:
-            if place in self.recorded_places:
-                raise ValueError(
-                    f"{place_name(place)} is guided, which Transformer Engine's experts cannot do "
-                    "yet; leave fc2 out of hint_sites"
-                )
-            return plain
         micro_batch = scope.micro_batch
         _require_rows(values.shape[0], micro_batch, place_name(place))
         if self.trace.check_finite:

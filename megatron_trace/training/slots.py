@@ -10,7 +10,7 @@ A payload bytes and B blocks of one slot.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -21,6 +21,9 @@ from megatron_trace.formats import BLOCK_SIZE
 from megatron_trace.hints.types import ScaleForm
 from megatron_trace.training.dispatch import dispatch_slot_rows
 from megatron_trace.training.rounding import HintRows, move_together
+
+# From a dispatched row to its global expert, and to its row of the micro-batch where that is known.
+RowOrigin = Callable[[int], tuple[int, int | None]]
 
 
 @dataclass(frozen=True)

@@ -168,16 +168,6 @@ def test_hints_of_fc2_without_replay_of_a_micro_batch_are_refused(build, rolled)
     assert sites.micro_batch_in_force is None
 
 
-def test_experts_that_cannot_be_guided_at_fc2_are_refused(build, rolled):
-    """Transformer Engine's experts ask for a rounding without giving values."""
-    _, sites, micro_batch = _ready(build, rolled)
-    with (
-        sites.micro_batch(micro_batch),
-        pytest.raises(ValueError, match="layer 0, site fc2 is guided, which Transformer Engine"),
-    ):
-        sites.rounding(*FC2, None)
-
-
 @pytest.mark.parametrize("matrix", ["fc1", "fc2"])
 def test_a_linear_called_without_its_layer_is_refused(build, rolled, matrix):
     model, sites, micro_batch = _ready(build, rolled)
