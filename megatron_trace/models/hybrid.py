@@ -23,7 +23,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import (
@@ -71,11 +71,13 @@ class DecoderLayer:
         index: Decoder layer of the checkpoint, from 0, equal on every pipeline stage.
         attention: Self-attention module, if the mixer is full attention.
         moe: MoE layer, if it has one.
+        mlp: Dense MLP, if it has one; nothing of it is quantised.
     """
 
     index: int
     attention: SelfAttention | None
     moe: MoELayer | None
+    mlp: MLP | None
 
 
 class LocalHybridStack(HybridStack):
@@ -108,17 +110,31 @@ class _ExpertSpecProvider(LocalSpecProvider):
         return partial(self.modules.experts, submodules=linears)
 
 
-def hybrid_stack_spec(modules: HybridModules, *, num_experts: int) -> ModuleSpec:
-    """Gives the layer specs of attention (`*`) and MoE (`E`) layers.
+def hybrid_stack_spec(
+    modules: HybridModules, *, num_experts: int, qk_layernorm: bool
+) -> ModuleSpec:
+    """Gives the layer specs of attention (`*`), dense MLP (`-`) and MoE (`E`) layers.
 
     Args:
         modules: Classes of this side.
-        num_experts: Routed experts of a MoE layer.
+        num_experts: Routed experts of a MoE layer; 0 if the model has none.
+        qk_layernorm: Whether queries and keys are normalised before RoPE.
     """
-    moe: Any = get_moe_module_spec_for_backend(
-        _ExpertSpecProvider(modules), num_experts=num_experts, moe_grouped_gemm=False
-    )
     bias_dropout_add: Any = get_bias_dropout_add
+    qk_norm: Any = RMSNorm if qk_layernorm else None
+    layers: dict[str, ModuleSpec] = {}
+    if num_experts:
+        moe: Any = get_moe_module_spec_for_backend(
+            _ExpertSpecProvider(modules), num_experts=num_experts, moe_grouped_gemm=False
+        )
+        layers["moe_layer"] = ModuleSpec(
+            module=MoETransformerLayer,
+            submodules=TransformerLayerSubmodules(
+                pre_mlp_layernorm=RMSNorm,
+                mlp=partial(modules.moe_layer, **moe.keywords),
+                mlp_bda=bias_dropout_add,
+            ),
+        )
     attention = ModuleSpec(
         module=modules.self_attention,
         params={"attn_mask_type": AttnMaskType.causal},
@@ -126,8 +142,8 @@ def hybrid_stack_spec(modules: HybridModules, *, num_experts: int) -> ModuleSpec
             linear_qkv=ColumnParallelLinear,
             core_attention=modules.core_attention,
             linear_proj=RowParallelLinear,
-            q_layernorm=RMSNorm,
-            k_layernorm=RMSNorm,
+            q_layernorm=qk_norm,
+            k_layernorm=qk_norm,
         ),
     )
     return ModuleSpec(
@@ -141,16 +157,21 @@ def hybrid_stack_spec(modules: HybridModules, *, num_experts: int) -> ModuleSpec
                     self_attn_bda=bias_dropout_add,
                 ),
             ),
-            moe_layer=ModuleSpec(
-                module=MoETransformerLayer,
+            mlp_layer=ModuleSpec(
+                module=TransformerLayer,
                 submodules=TransformerLayerSubmodules(
-                    pre_mlp_layernorm=RMSNorm,
-                    mlp=partial(modules.moe_layer, **moe.keywords),
-                    mlp_bda=bias_dropout_add,
+                    pre_mlp_layernorm=RMSNorm, mlp=_dense_mlp, mlp_bda=bias_dropout_add
                 ),
             ),
+            **layers,
         ),
     )
+
+
+def _dense_mlp(config: TransformerConfig, *args: Any, **kwargs: Any) -> MLP:
+    linears: Any = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    kwargs["ffn_hidden_size"] = config.ffn_hidden_size
+    return MLP.as_mlp_submodule(linears, config, *args, **kwargs)
 
 
 def build_hybrid_model(
@@ -165,11 +186,11 @@ def build_hybrid_model(
     pre_process: bool = True,
     post_process: bool = True,
 ) -> HybridModel:
-    """Builds a HybridModel of attention and MoE layers from Megatron's local modules.
+    """Builds a HybridModel of attention, MLP and MoE layers from Megatron's local modules.
 
     Args:
         config: Model configuration; `num_layers` counts pattern positions.
-        pattern: Hybrid layer pattern, such as `*E*E`.
+        pattern: Hybrid layer pattern, such as `*E*E`, or `*-*E` with a dense MLP.
         vocab_size: Rows of the embedding.
         max_sequence_length: Longest sequence in tokens.
         modules: Classes of this side.
@@ -179,23 +200,28 @@ def build_hybrid_model(
         post_process: Whether this pipeline stage has the output layer.
 
     Raises:
-        ValueError: The pattern contains other layers, or contradicts `num_layers`.
+        ValueError: The pattern contains other layers, or contradicts `num_layers` or
+            `num_moe_experts`.
     """
     main = _main_pattern(pattern)
-    unknown = sorted(set(main) - {Symbols.ATTENTION, Symbols.MOE})
+    unknown = sorted(set(main) - {Symbols.ATTENTION, Symbols.MLP, Symbols.MOE})
     if unknown:
         raise ValueError(
-            f"pattern {pattern!r} has layers {unknown}; the local spec builds attention (*) and "
-            "MoE (E) layers only"
+            f"pattern {pattern!r} has layers {unknown}; the local spec builds attention (*), MLP "
+            "(-) and MoE (E) layers only"
         )
     if len(main) != config.num_layers:
         raise ValueError(
             f"pattern {pattern!r} has {len(main)} positions, but num_layers={config.num_layers}"
         )
-    assert config.num_moe_experts is not None, "a pattern with E needs num_moe_experts"
+    num_experts = (config.num_moe_experts or 0) if Symbols.MOE in main else 0
+    if Symbols.MOE in main and not num_experts:
+        raise ValueError(
+            f"pattern {pattern!r} has MoE layers, but num_moe_experts={config.num_moe_experts}"
+        )
     model = HybridModel(
         config,
-        hybrid_stack_spec(modules, num_experts=config.num_moe_experts),
+        hybrid_stack_spec(modules, num_experts=num_experts, qk_layernorm=config.qk_layernorm),
         vocab_size=vocab_size,
         max_sequence_length=max_sequence_length,
         hybrid_layer_pattern=pattern,
@@ -236,6 +262,20 @@ def decoder_layer_indices(pattern: str) -> list[int]:
     return indices
 
 
+def pattern_sites(pattern: str) -> tuple[str, ...]:
+    """Gives the sites that any decoder layer of this pattern has, of fc1, fc2, k and v.
+
+    Dense MLPs have none: TRACE quantises routed experts and K/V.
+    """
+    main = _main_pattern(pattern)
+    sites: tuple[str, ...] = ()
+    if Symbols.MOE in main:
+        sites += ("fc1", "fc2")
+    if Symbols.ATTENTION in main:
+        sites += ("k", "v")
+    return sites
+
+
 def decoder_layers(model: HybridModel) -> list[DecoderLayer]:
     """Gives the decoder layers of this pipeline stage, without those of MTP.
 
@@ -246,11 +286,14 @@ def decoder_layers(model: HybridModel) -> list[DecoderLayer]:
     stack: Any = model.decoder
     parts: dict[int, dict[str, Any]] = {}
     for symbol, layer in zip(stack.layer_type_list, stack.layers, strict=True):
-        part = parts.setdefault(indices[layer.layer_number - 1], {"attention": None, "moe": None})
+        empty: dict[str, Any] = {"attention": None, "moe": None, "mlp": None}
+        part = parts.setdefault(indices[layer.layer_number - 1], empty)
         if symbol == Symbols.ATTENTION:
             part["attention"] = layer.self_attention
         elif symbol == Symbols.MOE:
             part["moe"] = layer.mlp
+        elif symbol == Symbols.MLP:
+            part["mlp"] = layer.mlp
     return [DecoderLayer(index, **part) for index, part in sorted(parts.items())]
 
 

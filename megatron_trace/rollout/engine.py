@@ -14,7 +14,7 @@ from megatron.core.transformer import TransformerConfig
 
 from megatron_trace.config import DEFAULT_HINT_SITES, TraceConfig
 from megatron_trace.hints import HintStore, QuantizerSettings, RolloutSample, Site
-from megatron_trace.models.hybrid import causal_mask, decoder_layers
+from megatron_trace.models.hybrid import causal_mask, decoder_layers, pattern_sites
 from megatron_trace.rollout.kv_cache import kv_bytes_per_token
 from megatron_trace.rollout.model import build_engine_model
 from megatron_trace.rollout.moe import EngineMoELayer
@@ -91,6 +91,8 @@ class RolloutEngine:
             rotary_base=rotary_base,
         )
         self.layers = decoder_layers(self.model)
+        self._has_experts = any(layer.moe is not None for layer in self.layers)
+        self._guided_sites = tuple(Site(site) for site in trace.sites_in(pattern_sites(pattern)))
         self._recorder = Recorder(self._recorded_places())
         self.sites = RolloutSites(trace, self._recorder)
         for layer in self.layers:
@@ -200,7 +202,8 @@ class RolloutEngine:
             policy_version: Version of the weights, noted in samples and hints.
 
         Returns:
-            Digest of the quantised expert weights (method bf16: of all weights).
+            Digest of the quantised expert weights. Where none is quantised (method bf16, or a
+            model without routed experts), of all weights in BF16.
 
         Raises:
             RuntimeError: The engine is not calibrated.
@@ -209,7 +212,7 @@ class RolloutEngine:
         self._require_calibrated("push_weights")
         started = time.perf_counter()
         self.load_weights(named)
-        if self.quantised:
+        if self.quantised and self._has_experts:
             self._has_plain_weights = False
             digest = quantise_experts(
                 self.layers,
@@ -315,14 +318,17 @@ class RolloutEngine:
         assert self._policy_version is not None, "checked by generate"
         assert request.prompt_tokens is not None, "Megatron keeps the prompt of its own requests"
         response = tuple(int(token) for token in request.generated_tokens)
-        if request.routing_indices is None:
+        routing = request.routing_indices
+        if not self._has_experts:
+            routing = torch.empty(len(request.prompt_tokens) + len(response) - 1, 0, 0)
+        if routing is None:
             raise RuntimeError(f"sample {sample_id}: Megatron's engine recorded no routing")
         return RolloutSample(
             sample_id=sample_id,
             prompt_tokens=tuple(request.prompt_tokens.tolist()),
             response_tokens=response,
             logprobs=torch.tensor(request.generated_log_probs, dtype=torch.float32),
-            routing=torch.as_tensor(request.routing_indices, dtype=torch.int16),
+            routing=torch.as_tensor(routing, dtype=torch.int16),
             policy_version=self._policy_version,
             settings_digest=settings_digest,
             finish_reason="stop" if response[-1] == self._server.eod_token else "length",
@@ -349,9 +355,7 @@ class RolloutEngine:
         ]
 
     def _hint_sites(self) -> tuple[Site, ...]:
-        if self.trace.method != "trace":
-            return ()
-        return tuple(Site(site) for site in self.trace.hint_sites)
+        return self._guided_sites if self.trace.method == "trace" else ()
 
     def _kv_bytes(self, *, packed: bool) -> int:
         num_layers = sum(layer.attention is not None for layer in self.layers)

@@ -115,9 +115,11 @@ class PlainKVContext(DynamicInferenceContext):
         """Ends a step; keeps the routing of the requests that finished in it.
 
         Megatron 0.19.2 reads their routing after this call has given their blocks to other
-        requests, and then finds none.
+        requests, and then finds none. A model without MoE layers has none.
         """
         finished = (active_requests_mask == 0).nonzero()[:, 0] + self.paused_request_count
+        if not self.moe_enable_routing_replay:
+            finished = finished[:0]
         for index in finished.tolist():
             blocks = self.request_to_kv_block_ids[index]
             num_rows = self.request_kv_length_offsets[index] + self.request_query_lengths[index]

@@ -47,7 +47,7 @@ def build_engine_model(
         pipeline_dtype=torch.bfloat16,
         bf16=True,
         fp16=False,
-        moe_enable_routing_replay=True,
+        moe_enable_routing_replay=model_config.num_moe_experts is not None,
     )
     model = build_hybrid_model(
         config,
@@ -80,11 +80,10 @@ def _require_one_rank(config: TransformerConfig) -> None:
 
 
 def _require_whole_blocks(config: TransformerConfig) -> None:
-    for name, site in (
-        ("hidden_size", "fc1"),
-        ("moe_ffn_hidden_size", "fc2"),
-        ("kv_channels", "k and v"),
-    ):
+    widths = [("kv_channels", "k and v")]
+    if config.num_moe_experts is not None:
+        widths += [("hidden_size", "fc1"), ("moe_ffn_hidden_size", "fc2")]
+    for name, site in widths:
         width = getattr(config, name)
         if width % BLOCK_SIZE:
             raise ValueError(

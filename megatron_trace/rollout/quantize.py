@@ -68,9 +68,16 @@ def _quantise(inputs: torch.Tensor, quantiser: TensorQuantizer) -> torch.Tensor:
 register_quant_backend(BACKEND, _quantise)
 
 
-def quant_config() -> dict[str, Any]:
-    """Gives ModelOpt's configuration: routed experts W4A4, K/V FP4, fc1's input before dispatch."""
+def quant_config(*, has_experts: bool) -> dict[str, Any]:
+    """Gives ModelOpt's configuration: routed experts W4A4, K/V FP4, fc1's input before dispatch.
+
+    Args:
+        has_experts: Whether the model has MoE layers; ModelOpt refuses rules for weights that
+            match none.
+    """
     config = copy.deepcopy(mtq.NVFP4_EXPERTS_ONLY_CFG)
+    if not has_experts:
+        config["quant_cfg"] = [rule for rule in config["quant_cfg"] if not rule.get("cfg")]
     kv_rules = copy.deepcopy(mtq.NVFP4_KV_CFG["quant_cfg"])
     nvfp4 = kv_rules[0]["cfg"]
     config["quant_cfg"] += [
@@ -94,7 +101,8 @@ def insert_quantisers(
         layers: Its decoder layers.
         sites: What quantises there.
     """
-    mtq.quantize(model, quant_config())
+    has_experts = any(layer.moe is not None for layer in layers)
+    mtq.quantize(model, quant_config(has_experts=has_experts))
     for layer in layers:
         if layer.attention is not None:
             compat.restore_attention_methods(layer.attention)

@@ -54,6 +54,8 @@ def init_rank(store: Path, *, rank: int, world_size: int, seed: int, **parallel:
 def tiny_moe_config(pattern: str, **overrides: Any) -> TransformerConfig:
     """Gives the configuration of a tiny MoE: hidden 128, 16 experts top-4, 2 KV heads x 32.
 
+    A pattern without E gives a dense model, without the MoE's fields.
+
     Args:
         pattern: Hybrid layer pattern, such as `*E*E`; its length is the number of positions.
         **overrides: Fields of `TransformerConfig` to set otherwise.
@@ -65,14 +67,6 @@ def tiny_moe_config(pattern: str, **overrides: Any) -> TransformerConfig:
         "num_query_groups": 2,
         "kv_channels": 32,
         "ffn_hidden_size": 64,
-        "num_moe_experts": 16,
-        "moe_router_topk": 4,
-        "moe_ffn_hidden_size": 64,
-        "moe_router_dtype": "fp32",
-        "moe_router_load_balancing_type": "none",
-        "moe_aux_loss_coeff": 0.0,
-        "moe_token_dispatcher_type": "alltoall",
-        "moe_enable_routing_replay": True,
         "gated_linear_unit": True,
         "activation_func": F.silu,
         "bias_activation_fusion": False,
@@ -88,4 +82,15 @@ def tiny_moe_config(pattern: str, **overrides: Any) -> TransformerConfig:
         "inference_rng_tracker": True,
         "params_dtype": torch.float32,
     }
+    if "E" in pattern:
+        fields |= {
+            "num_moe_experts": 16,
+            "moe_router_topk": 4,
+            "moe_ffn_hidden_size": 64,
+            "moe_router_dtype": "fp32",
+            "moe_router_load_balancing_type": "none",
+            "moe_aux_loss_coeff": 0.0,
+            "moe_token_dispatcher_type": "alltoall",
+            "moe_enable_routing_replay": True,
+        }
     return TransformerConfig(**(fields | overrides))

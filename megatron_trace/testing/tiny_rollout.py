@@ -20,11 +20,13 @@ MAX_SEQUENCE_LENGTH = 64
 EOD_TOKEN = 15
 
 
-def tiny_weights(seed: int, *, pattern: str = "*E*E") -> dict[str, torch.Tensor]:
+def tiny_weights(
+    seed: int, *, pattern: str = "*E*E", config: Mapping[str, Any] | None = None
+) -> dict[str, torch.Tensor]:
     """Gives FP32 parameters as a trainer has them: no norm weight is 1, no bias of scale is 0."""
     torch.manual_seed(seed)
     model = build_hybrid_model(
-        tiny_moe_config(pattern, init_method_std=0.06),
+        tiny_moe_config(pattern, init_method_std=0.06, **config or {}),
         pattern=pattern,
         vocab_size=VOCAB_SIZE,
         max_sequence_length=MAX_SEQUENCE_LENGTH,
@@ -49,6 +51,8 @@ def tiny_engine(
     *,
     pattern: str = "*E*E",
     eod_token: int = EOD_TOKEN,
+    config: Mapping[str, Any] | None = None,
+    rotary_base: int = 10_000,
     **trace: Any,
 ) -> RolloutEngine:
     """Builds an engine with pages of 16 tokens.
@@ -58,13 +62,16 @@ def tiny_engine(
         method: Method of TRACE.
         pattern: Hybrid layer pattern.
         eod_token: Token that ends a response.
+        config: Fields of `TransformerConfig` to set otherwise.
+        rotary_base: Base period of RoPE.
         **trace: Fields of `TraceConfig`.
     """
     engine = RolloutEngine(
-        tiny_moe_config(pattern),
+        tiny_moe_config(pattern, **config or {}),
         pattern=pattern,
         vocab_size=VOCAB_SIZE,
         max_sequence_length=MAX_SEQUENCE_LENGTH,
+        rotary_base=rotary_base,
         trace=TraceConfig(method=method, **trace),
         eod_token=eod_token,
         block_size_tokens=16,

@@ -30,6 +30,7 @@ def tiny_trainer(
     dtype: torch.dtype = torch.float32,
     attention: TrainerAttention = "sdpa",
     max_sequence_length: int = MAX_SEQUENCE_LENGTH,
+    rotary_base: int = 10_000,
     config: Mapping[str, Any] | None = None,
     seed: int = 0,
     settings: QuantizerSettings | None = None,
@@ -43,6 +44,7 @@ def tiny_trainer(
         dtype: dtype of the trainer.
         attention: Arithmetic of the core attention.
         max_sequence_length: Longest sequence in tokens.
+        rotary_base: Base period of RoPE.
         config: Fields of `TransformerConfig` to set otherwise.
         seed: Seed of the weights.
         settings: Quantiser settings to give to the sites, unless the method is bf16.
@@ -57,6 +59,7 @@ def tiny_trainer(
         trace=TraceConfig(method=method, **{"hint_layers": "all", **trace}),
         dtype=dtype,
         attention=attention,
+        rotary_base=rotary_base,
     )
     if settings is not None and sites.quantises:
         sites.settings = settings

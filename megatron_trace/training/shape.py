@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 
 from megatron_trace.hints.types import Site
-from megatron_trace.models.hybrid import decoder_layers, named_expert_linears
+from megatron_trace.models.hybrid import decoder_layers, named_expert_linears, pattern_sites
 
 Place = tuple[int, Site]
 ExpertMatrix = tuple[int, int, str]
@@ -22,10 +22,10 @@ class ModelShape:
         attention_layers: Decoder layers with full attention.
         moe_layers: Decoder layers with a MoE.
         expert_matrices: (layer, global expert, `fc1` or `fc2`) held by this rank.
-        num_experts: Routed experts of a MoE layer, over all ranks.
-        top_k: Experts of a token.
+        num_experts: Routed experts of a MoE layer, over all ranks; 0 without MoE layers.
+        top_k: Experts of a token; 0 without MoE layers.
         hidden_size: Values of an fc1 row.
-        expert_values: Values of one expert slot at fc2: the experts' hidden size.
+        expert_values: Values of one expert slot at fc2: the experts' hidden size; 0 without.
         kv_values: Values of a k or v row: KV heads times head dim.
         max_sequence_length: Longest sequence in tokens.
         vocab_size: Rows of the embedding.
@@ -66,12 +66,16 @@ def model_shape(model: HybridModel, max_sequence_length: int) -> ModelShape:
     """Gives the sizes of a model.
 
     Args:
-        model: Model of attention and MoE layers.
+        model: Model of attention, MLP and MoE layers.
         max_sequence_length: Longest sequence in tokens.
     """
     config, layers = model.config, decoder_layers(model)
-    assert config.num_moe_experts, "build_hybrid_model demands experts"
-    assert config.moe_ffn_hidden_size, "TransformerConfig fills it in"
+    assert model.hybrid_layer_pattern, "build_hybrid_model sets the pattern"
+    experts = (0, 0, 0)
+    if Site.FC1 in pattern_sites(model.hybrid_layer_pattern):
+        assert config.num_moe_experts, "build_hybrid_model demands experts"
+        assert config.moe_ffn_hidden_size, "TransformerConfig fills it in"
+        experts = (config.num_moe_experts, config.moe_router_topk, config.moe_ffn_hidden_size)
     assert config.num_query_groups, "TransformerConfig fills it in"
     assert config.kv_channels, "TransformerConfig fills it in"
     return ModelShape(
@@ -83,10 +87,10 @@ def model_shape(model: HybridModel, max_sequence_length: int) -> ModelShape:
             for layer in layers
             for expert, matrix, _ in named_expert_linears(layer)
         ),
-        num_experts=config.num_moe_experts,
-        top_k=config.moe_router_topk,
+        num_experts=experts[0],
+        top_k=experts[1],
         hidden_size=config.hidden_size,
-        expert_values=config.moe_ffn_hidden_size,
+        expert_values=experts[2],
         kv_values=config.num_query_groups * config.kv_channels,
         max_sequence_length=max_sequence_length,
         vocab_size=model.vocab_size,

@@ -18,6 +18,7 @@ from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from megatron_trace.config import TraceConfig
 from megatron_trace.formats import BLOCK_SIZE, ops
 from megatron_trace.hints.types import QuantizerSettings, ScaleForm, Site
+from megatron_trace.models.hybrid import pattern_sites
 from megatron_trace.training.audit import foreign_quantisers, unexpected_quantising
 from megatron_trace.training.report import Tally, TraceReport
 from megatron_trace.training.rounding import (
@@ -81,11 +82,11 @@ class TraceSites:
         self._tally = Tally()
         self._checkpointed_in_scope = False
         layers = set(trace.recorded_layers(shape.num_layers))
+        assert model.hybrid_layer_pattern is not None, "build_hybrid_model sets the pattern"
+        guided = trace.sites_in(pattern_sites(model.hybrid_layer_pattern))
         # Places of the configuration's hints, whether or not the method uses them.
         self._hint_places = tuple(
-            place
-            for place in shape.places
-            if place[0] in layers and str(place[1]) in trace.hint_sites
+            place for place in shape.places if place[0] in layers and str(place[1]) in guided
         )
         self.recorded_places: tuple[Place, ...] = self._hint_places if self.guides else ()
 
@@ -175,7 +176,8 @@ class TraceSites:
         Args:
             micro_batch: Made by `make_micro_batch` for this `TraceSites`.
             replay_routing: Whether tokens go to the rollout's experts. If not, the share of
-                (token, layer) with another expert set is counted instead.
+                (token, layer) with another expert set is counted instead. Without effect in a
+                model without MoE layers.
 
         Raises:
             RuntimeError: Another micro-batch is in force, or replay is impossible.
@@ -198,7 +200,8 @@ class TraceSites:
                 f"the micro-batch was made under quantiser settings {micro_batch.settings_digest}, "
                 f"but this model has {self.settings.digest()} now; make it again"
             )
-        if replay_routing and not self._model.config.moe_enable_routing_replay:
+        replayable = self._model.config.moe_enable_routing_replay or not self.shape.moe_layers
+        if replay_routing and not replayable:
             raise RuntimeError(
                 "routing cannot be replayed: the model was built with "
                 "moe_enable_routing_replay=False; set it, or pass replay_routing=False"

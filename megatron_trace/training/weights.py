@@ -117,11 +117,16 @@ def expert_weight_digest(model: HybridModel, sites: TraceSites) -> str:
         32 hexadecimal digits, equal on all ranks and for every expert-parallel size.
 
     Raises:
-        ValueError: The method quantises no weights.
+        ValueError: The method quantises no weights, or the model has no routed experts.
     """
     if not sites.quantises:
         raise ValueError(
             f"method {sites.trace.method} quantises no expert weights, so they have no digest"
+        )
+    if not sites.shape.num_experts:
+        raise ValueError(
+            "a model without MoE layers has no quantised weights, so they have no digest; compare "
+            "the digest of its plain weights"
         )
     total, group = 0, None
     for layer in decoder_layers(model):

@@ -87,7 +87,7 @@ def test_a_causal_model_is_blind_to_padding_on_the_right():
 
 
 def test_a_pattern_with_other_layers_is_refused():
-    with pytest.raises(ValueError, match=r"attention \(\*\) and MoE"):
+    with pytest.raises(ValueError, match=r"attention \(\*\), MLP \(-\) and MoE"):
         _model("GE*E")
 
 
