@@ -7,6 +7,7 @@ changes a number silently.
 from __future__ import annotations
 
 import contextlib
+import functools
 import queue
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
@@ -16,6 +17,7 @@ import torch
 
 MEGATRON_CORE = "0.19."
 MODELOPT = "0.47."
+TORCH = "2.11."
 
 
 def require_version(package: str, prefix: str, reason: str) -> None:
@@ -26,12 +28,35 @@ def require_version(package: str, prefix: str, reason: str) -> None:
         prefix: How its version must begin.
         reason: What relies on it.
     """
-    installed = version(package)
+    installed = _installed_version(package)
     if not installed.startswith(prefix):
         raise RuntimeError(
             f"{reason} was written against {package} {prefix}x, but {installed} is installed; "
             "install the version of constraints.txt, or check the entry in megatron_trace/compat.py"
         )
+
+
+@functools.cache
+def _installed_version(package: str) -> str:
+    return version(package)
+
+
+def backward_is_running() -> bool:
+    """Whether autograd runs a backward pass on this thread.
+
+    torch has no public name for it; its own multi-tensor gradient hooks ask the same way.
+    """
+    require_version("torch", TORCH, "backward_is_running")
+    return torch._C._current_graph_task_id() != -1
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Calls back when the backward pass that runs now has ended; not if it raises.
+
+    FSDP and DDP of torch end their backward passes this way; there is no public name either.
+    """
+    require_version("torch", TORCH, "at_end_of_backward")
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 @contextlib.contextmanager

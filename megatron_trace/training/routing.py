@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from megatron.core.models.hybrid.hybrid_model import HybridModel
-from megatron.core.tensor_parallel.random import is_checkpointing
 from megatron.core.transformer.moe.router_replay import RouterReplay
 
 from megatron_trace.models.hybrid import decoder_layers
@@ -44,8 +43,7 @@ class KeyedRouterReplay(RouterReplay):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Gives scores [N, k] and expert ids [N, k] of the rows."""
         assert default_compute_topk is not None, "Megatron passes its own top-k"
-        recomputing = is_checkpointing() and torch.is_grad_enabled()
-        target = self.sites.replayed_experts(self.moe_layer, scores.shape[0], recomputing)
+        target = self.sites.replayed_experts(self.moe_layer, scores.shape[0])
         if target is not None:
             return scores.gather(1, target), target
         values, indices = default_compute_topk(scores, topk, num_groups, group_topk)

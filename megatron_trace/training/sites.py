@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,45 +16,25 @@ from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 
 from megatron_trace.config import TraceConfig
-from megatron_trace.formats import BLOCK_SIZE, ops
+from megatron_trace.formats import ops
 from megatron_trace.hints.types import QuantizerSettings, ScaleForm, Site
 from megatron_trace.models.hybrid import pattern_sites
 from megatron_trace.training.audit import foreign_quantisers, unexpected_quantising
 from megatron_trace.training.report import Tally, TraceReport
+from megatron_trace.training.reproduced import OPERAND_DTYPES, require_reproduced
 from megatron_trace.training.rounding import (
     HintRows,
     PackedRows,
     Rounding,
     require_finite,
 )
+from megatron_trace.training.scope import Scope, Scopes
 from megatron_trace.training.shape import ExpertMatrix, ModelShape, Place, place_name
 from megatron_trace.training.slots import RowOrigin, SlotRows, dispatched_slots, no_slot_hints
 from megatron_trace.training.weights import WeightRule
 
 if TYPE_CHECKING:
     from megatron_trace.training.micro_batch import MicroBatch
-
-OPERAND_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-# What this trainer reproduces of the rollout's quantiser; anything else is refused.
-REPRODUCED_SETTINGS = {
-    "number_format": ("nvfp4",),
-    "block_size": (BLOCK_SIZE,),
-    "prefill_attends_to": ("quantized",),
-    "operand_dtype": tuple(OPERAND_DTYPES),
-}
-
-
-@dataclass
-class _Scope:
-    micro_batch: MicroBatch
-    replay_routing: bool
-    counted: set[object] = field(default_factory=set)
-
-    def first_time(self, key: object) -> bool:
-        """Whether the key is new; recomputation and a second pass are counted once."""
-        first = key not in self.counted
-        self.counted.add(key)
-        return first
 
 
 class TraceSites:
@@ -78,9 +58,8 @@ class TraceSites:
         self.diagnostics = False
         self._model = model
         self._settings: QuantizerSettings | None = None
-        self._scope: _Scope | None = None
+        self._scopes = Scopes(model)
         self._tally = Tally()
-        self._checkpointed_in_scope = False
         layers = set(trace.recorded_layers(shape.num_layers))
         assert model.hybrid_layer_pattern is not None, "build_hybrid_model sets the pattern"
         guided = trace.sites_in(pattern_sites(model.hybrid_layer_pattern))
@@ -130,21 +109,9 @@ class TraceSites:
         """
         if not self.quantises:
             raise ValueError("method bf16 quantises nothing, so quantiser settings have no effect")
-        if self._scope is not None:
+        if self._scopes.current is not None:
             raise RuntimeError("quantiser settings cannot change while a micro-batch is in force")
-        for name, reproduced in REPRODUCED_SETTINGS.items():
-            if getattr(settings, name) not in reproduced:
-                raise ValueError(
-                    f"the trainer reproduces {name} {' or '.join(map(str, reproduced))}; the "
-                    f"rollout's settings say {getattr(settings, name)}"
-                )
-        if settings.power_of_two_scales != self.trace.power_of_two_scales:
-            raise ValueError(
-                f"power_of_two_scales={settings.power_of_two_scales} in the rollout's settings, "
-                f"but {self.trace.power_of_two_scales} in the trainer's; set both alike"
-            )
-        for place in self.shape.places:
-            settings.global_scale(*place)
+        require_reproduced(settings, self.trace, self.shape.places)
         self._settings = settings
 
     @property
@@ -162,14 +129,16 @@ class TraceSites:
     @property
     def micro_batch_in_force(self) -> MicroBatch | None:
         """The micro-batch whose forward or backward runs now."""
-        return self._scope.micro_batch if self._scope else None
+        scope = self._scopes.current
+        return None if scope is None else scope.micro_batch
 
     @contextlib.contextmanager
     def micro_batch(
         self, micro_batch: MicroBatch, *, replay_routing: bool = True
     ) -> Iterator[MicroBatch]:
-        """Puts a micro-batch in force for a forward pass and its backward pass.
+        """Puts a micro-batch in force for a forward pass, and for the backward of its output.
 
+        Backward may run inside or after the scope, and several micro-batches may be in flight.
         Hints and routing are looked up by (decoder layer, site), and reading changes nothing, so
         recomputation and a second forward pass within the scope get the same.
 
@@ -184,12 +153,6 @@ class TraceSites:
             ValueError: The micro-batch was made for another model or other quantiser settings, or
                 fc2 is guided without replay.
         """
-        if self._scope is not None:
-            raise RuntimeError(
-                f"a micro-batch of {len(self._scope.micro_batch.sample_ids)} samples is in force "
-                f"already (first: {self._scope.micro_batch.sample_ids[0]}); scopes do not nest: "
-                "leave one before entering the next"
-            )
         if micro_batch.made_for is not self:
             raise ValueError(
                 f"the micro-batch of sample {micro_batch.sample_ids[0]} was made for another "
@@ -211,52 +174,43 @@ class TraceSites:
                 "replay_routing=False contradicts hint_sites with fc2: hints of fc2 belong to the "
                 "rollout's experts; replay the routing, or leave fc2 out of hint_sites"
             )
-        self._scope = _Scope(micro_batch, replay_routing)
-        try:
+        with self._scopes.entered(Scope(micro_batch, replay_routing)):
             yield micro_batch
-        except BaseException:
-            self._checkpointed_in_scope = False
-            raise
-        finally:
-            self._scope = None
 
-    def _scope_at(self, place: Place) -> _Scope:
-        if self._scope is None:
+    def _scope_at(self, place: Place) -> Scope:
+        scope = self._scopes.current
+        if scope is None:
             raise RuntimeError(
-                f"no micro-batch is in force at {place_name(place)}; run forward and backward "
-                "(which recomputes) inside `with sites.micro_batch(...)`"
+                f"no micro-batch is in force at {place_name(place)}; run forward inside `with "
+                "sites.micro_batch(...)`, and backward from the model's output"
             )
-        return self._scope
+        return scope
 
     # Routing, asked for by the routers.
 
-    def replayed_experts(
-        self, moe_layer: int, num_rows: int, recomputing: bool
-    ) -> torch.Tensor | None:
+    def replayed_experts(self, moe_layer: int, num_rows: int) -> torch.Tensor | None:
         """Gives the experts of the rows of one MoE layer; None if the router is to choose.
 
         Args:
             moe_layer: Ordinal of the MoE layer in the model.
             num_rows: Rows N that the router scores.
-            recomputing: Whether this pass recomputes an earlier one for its gradients.
 
         Returns:
             int64 [N, k] or None.
 
         Raises:
-            RuntimeError: A pass of a micro-batch is recomputed after its scope ended.
+            RuntimeError: A pass is recomputed and its micro-batch is not known.
             ValueError: The rows are not those of the micro-batch in force.
         """
-        scope = self._scope
+        scope = self._scopes.current
         if scope is None:
-            if recomputing and self._checkpointed_in_scope:
+            if self._scopes.is_lost:
                 raise RuntimeError(
-                    f"MoE layer {moe_layer} recomputes a micro-batch whose scope has ended, so its "
-                    "routing is unknown; run backward inside `with sites.micro_batch(...)`"
+                    f"MoE layer {moe_layer} recomputes a pass whose backward did not begin at the "
+                    "model's output, so its routing is unknown; run such a backward inside `with "
+                    "sites.micro_batch(...)`"
                 )
-            self._checkpointed_in_scope = False
             return None
-        self._checkpointed_in_scope = True
         _require_rows(num_rows, scope.micro_batch, f"MoE layer {moe_layer}")
         return scope.micro_batch.routing[moe_layer] if scope.replay_routing else None
 
@@ -267,7 +221,7 @@ class TraceSites:
             moe_layer: Ordinal of the MoE layer in the model.
             experts: int64 [N, k]; the router's choice.
         """
-        scope = self._scope
+        scope = self._scopes.current
         if scope is None or not scope.first_time(("routing", moe_layer)):
             return
         real = scope.micro_batch.valid.flatten()

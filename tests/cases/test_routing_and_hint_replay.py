@@ -84,17 +84,6 @@ def test_27_recomputation_replays_the_same_routes_and_codes(method, options, rec
             assert replace(recomputed_report.sites[site], calls=0) == replace(counts, calls=0)
 
 
-@pytest.mark.parametrize("method", ["bf16", "trace"])
-def test_27_backward_after_the_scope_is_refused_under_recomputation(method):
-    rolled = recorded_rollout()
-    model, sites = tiny_trainer(method, settings=rolled.settings, config=RECOMPUTATION["full"])
-    micro_batch = make_micro_batch(rolled.samples, rolled.store, sites)
-    with sites.micro_batch(micro_batch):
-        logprobs = token_logprobs(model, sites, micro_batch)
-    with pytest.raises(RuntimeError, match=r"with sites\.micro_batch"):
-        logprobs.sum().backward()
-
-
 def test_27_recomputation_without_any_micro_batch_works_as_in_the_plain_model():
     model, _ = tiny_trainer("bf16", config=RECOMPUTATION["full"])
     tokens = torch.arange(8)[None] % VOCAB_SIZE

@@ -20,6 +20,7 @@ def test_another_version_is_refused_by_the_name_of_what_relies_on_it():
 def test_the_known_versions_are_installed():
     compat.require_version("megatron-core", compat.MEGATRON_CORE, "the rollout engine")
     compat.require_version("nvidia-modelopt", compat.MODELOPT, "the rollout engine")
+    compat.require_version("torch", compat.TORCH, "the micro-batch in force")
 
 
 def test_the_flash_attention_flag_is_what_it_was_also_after_an_error():
