@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -50,12 +51,12 @@ def experts_differ(
     """
     inputs: dict[int, list[torch.Tensor]] = {}
     layers = [layer for layer in decoder_layers(model) if layer.moe is not None]
+
+    def note(index: int, _: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+        inputs.setdefault(index, []).append(args[0].flatten(0, 1))
+
     hooks = [
-        layer.moe.register_forward_pre_hook(
-            lambda _, args, index=layer.index: inputs.setdefault(index, []).append(
-                args[0].flatten(0, 1)
-            )
-        )
+        layer.moe.register_forward_pre_hook(partial(note, layer.index))
         for layer in layers
         if layer.moe is not None
     ]

@@ -57,23 +57,24 @@ def packed_rows(
     row_tokens: int,
     seed: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gives rows of whole problems in random order, padded on the right.
+    """Gives rows of whole problems, of all tasks alike, in random order, padded on the right.
 
     Returns:
         int64 [N, S + 1] tokens, and bool [N, S]: True where token s + 1 belongs to an answer or
         ends it.
     """
     order = random.Random(seed)
-    encoded = [
-        (tokenizer.encode(item.prompt), [*tokenizer.encode(item.answer or ""), END_TOKEN])
-        for item in items
-    ]
+    encoded: dict[str, list[tuple[list[int], list[int]]]] = {}
+    for item in items:
+        answer = [*tokenizer.encode(item.answer or ""), END_TOKEN]
+        encoded.setdefault(item.task, []).append((tokenizer.encode(item.prompt), answer))
+    tasks = list(encoded.values())
     tokens = torch.full((num_rows, row_tokens), PADDING_TOKEN)
     answer_mask = torch.zeros(num_rows, row_tokens - 1, dtype=torch.bool)
     for row in range(num_rows):
         start = 0
         while True:
-            prompt, answer = encoded[order.randrange(len(encoded))]
+            prompt, answer = order.choice(order.choice(tasks))
             end = start + len(prompt) + len(answer)
             if end > row_tokens:
                 break

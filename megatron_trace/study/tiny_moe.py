@@ -58,14 +58,14 @@ MIX = (
     ),
     TaskOfMix("spell_backward", "{metadata[word]}<", {"min_word_len": 3, "max_word_len": 7}),
     TaskOfMix(
-        "products",
-        "{metadata[expression]}=",
-        {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1},
-        size=2_000,
+        "gcd",
+        "{metadata[numbers][0]}&{metadata[numbers][1]}=",
+        {"min_numbers": 2, "max_numbers": 2, "min_value": 1, "max_value": 60},
+        size=8_000,
     ),
     TaskOfMix("count_bits", "{metadata[binary]}#", {"min_n": 1, "max_n": 4095}, size=8_000),
 )
-SETTINGS = PretrainingSettings(steps=600, batch_rows=12, row_tokens=129, learning_rate=4e-3)
+SETTINGS = PretrainingSettings(steps=700, batch_rows=12, row_tokens=129, learning_rate=4e-3)
 
 
 def tiny_moe_config() -> TransformerConfig:

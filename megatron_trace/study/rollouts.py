@@ -1,0 +1,255 @@
+"""Rollout sets: generated once with full codes at all places, kept in a file, and made into hints.
+
+Legend: R rows of a sample, K values of a row, B blocks of a row.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_trace.config import TraceConfig
+from megatron_trace.hints.codec import encode_packed_hint
+from megatron_trace.hints.store import HintStore, RecordKind
+from megatron_trace.hints.types import HintKey, QuantizerSettings, RolloutSample, Site, SiteHint
+from megatron_trace.rollout.engine import RolloutEngine
+from megatron_trace.rollout.sampling import SamplingSettings
+from megatron_trace.study.cells import ALL_SITES, Cell, EngineSetting
+from megatron_trace.study.model import StudyModel
+
+Place = tuple[int, Site]
+
+
+@dataclass(frozen=True, eq=False)
+class RolloutSet:
+    """Samples of one engine setting with what its quantisers did.
+
+    Attributes:
+        samples: The samples, in the order of the prompts.
+        codes: Full codes with raw block scales by sample and place; empty for a BF16 engine.
+        settings: Settings of the quantisers; None for a BF16 engine.
+    """
+
+    samples: Sequence[RolloutSample]
+    codes: Mapping[str, Mapping[Place, SiteHint]]
+    settings: QuantizerSettings | None
+
+
+def build_engine(model: StudyModel, setting: EngineSetting) -> RolloutEngine:
+    """Builds an engine that records full codes everywhere and no hints."""
+    trace = TraceConfig(
+        method="qat" if setting.quantised else "bf16",
+        hint_layers="all",
+        hint_sites=ALL_SITES,
+        diagnostic_share=1.0 if setting.quantised else 0.0,
+        power_of_two_scales=setting.power_of_two_scales,
+        number_format=setting.number_format,
+    )
+    engine = RolloutEngine(
+        model.config,
+        pattern=model.pattern,
+        vocab_size=model.vocab_size,
+        max_sequence_length=model.context,
+        trace=trace,
+        eod_token=model.eod_token,
+        max_requests=setting.max_requests,
+        rotary_base=model.rotary_base,
+        model_id=model.name,
+    )
+    if setting.quantised:
+        engine.load_weights(model.weights)
+        engine.calibrate(model.calibration)
+    engine.push_weights(model.weights, policy_version=0)
+    return engine
+
+
+def roll_out(
+    model: StudyModel, setting: EngineSetting, *, num_samples: int, max_new_tokens: int
+) -> RolloutSet:
+    """Generates the samples of an engine setting.
+
+    Args:
+        model: The model.
+        setting: The engine setting.
+        num_samples: Samples; prompts are taken in order, and again from the first.
+        max_new_tokens: Longest response.
+    """
+    engine = build_engine(model, setting)
+    store = HintStore()
+    rows = [number % len(model.prompts) for number in range(num_samples)]
+    samples = engine.generate(
+        [model.prompts[row] for row in rows],
+        [f"prompt-{row}/sample-{number}" for number, row in enumerate(rows)],
+        store=store if setting.quantised else None,
+        sampling=SamplingSettings(max_new_tokens=max_new_tokens),
+        seed=0,
+    )
+    return RolloutSet(samples, _codes_of(store, samples), engine.settings)
+
+
+def rescored(
+    engine: RolloutEngine, samples: Sequence[RolloutSample], *, policy_version: int
+) -> tuple[list[RolloutSample], dict[str, dict[Place, SiteHint]]]:
+    """Lets an engine read finished samples as prompts, and gives what its quantisers did.
+
+    Args:
+        engine: A quantising engine that holds the weights of `policy_version`.
+        samples: Samples of any engine of this model.
+        policy_version: Version of the engine's weights.
+
+    Returns:
+        The samples with the routing of this engine (tokens and log-probs stay), and its codes.
+    """
+    store = HintStore()
+    read = engine.generate(
+        [sample.tokens[:-1] for sample in samples],
+        [sample.sample_id for sample in samples],
+        store=store,
+        sampling=SamplingSettings(max_new_tokens=1, greedy=True),
+        seed=0,
+    )
+    again = [
+        dataclasses.replace(
+            sample,
+            routing=other.routing,
+            policy_version=policy_version,
+            settings_digest=other.settings_digest,
+        )
+        for sample, other in zip(samples, read, strict=True)
+    ]
+    return again, _codes_of(store, again)
+
+
+def _codes_of(
+    store: HintStore, samples: Sequence[RolloutSample]
+) -> dict[str, dict[Place, SiteHint]]:
+    kind = RecordKind.CODES
+    return {
+        sample.sample_id: {
+            place: store.get(_key(sample, place), num_rows=sample.num_rows, kind=kind)
+            for place in store.places(sample.sample_id, kind)
+        }
+        for sample in samples
+    }
+
+
+def _key(sample: RolloutSample, place: Place) -> HintKey:
+    return HintKey(sample.sample_id, *place, sample.policy_version, sample.settings_digest)
+
+
+# From codes to the hints of a cell.
+
+
+def derived_store(rollouts: RolloutSet, cell: Cell) -> HintStore:
+    """Gives a store with the hints that the engine would have kept, and its full codes.
+
+    Args:
+        rollouts: The samples and their codes.
+        cell: Bits, form of block scales, and damage. Places are not chosen here: a trainer reads
+            those of its configuration only.
+    """
+    store = HintStore()
+    ids = [sample.sample_id for sample in rollouts.samples]
+    for number, sample in enumerate(rollouts.samples):
+        other = rollouts.codes[ids[(number + 1) % len(ids)]]
+        for place, codes in rollouts.codes[sample.sample_id].items():
+            payload, scale_bytes = _damaged(codes, other[place], cell.damage)
+            store.put(
+                encode_packed_hint(
+                    codes.key, payload, scale_bytes, codes.global_scale, cell.bits, cell.scale_form
+                )
+            )
+            store.put(codes, RecordKind.CODES)
+    return store
+
+
+def _damaged(codes: SiteHint, other: SiteHint, damage: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gives payload uint8 [R, K / 2] and block scales uint8 [R, B] after the damage."""
+    if damage == "none":
+        return codes.payload, codes.scale_bytes
+    if damage == "other_sample":
+        rows = torch.arange(codes.num_rows) % other.num_rows
+        return other.payload[rows], other.scale_bytes[rows]
+    # A cyclic shift gives every row that of another token, unless there is one token only.
+    rows = (torch.arange(codes.num_rows) + codes.num_rows // 2) % codes.num_rows
+    if damage == "shuffled":
+        return codes.payload[rows], codes.scale_bytes[rows]
+    if damage == "wrong_scales":
+        return codes.payload, codes.scale_bytes[rows]
+    raise ValueError(f"damage must be one of those of Cell.damage; got {damage!r}")
+
+
+# Files.
+
+
+def save(rollouts: RolloutSet, path: Path, identity: Mapping[str, Any]) -> None:
+    """Writes a rollout set under a temporary name and renames it.
+
+    Args:
+        rollouts: The rollout set.
+        path: The file.
+        identity: What decided it; `load` compares it.
+    """
+    fields = [vars(sample) for sample in rollouts.samples]
+    codes = {
+        sample_id: {
+            (layer, str(site)): (hint.payload, hint.scale_bytes, hint.global_scale)
+            for (layer, site), hint in places.items()
+        }
+        for sample_id, places in rollouts.codes.items()
+    }
+    settings = rollouts.settings
+    plain = None
+    if settings is not None:
+        plain = {
+            field.name: getattr(settings, field.name) for field in dataclasses.fields(settings)
+        }
+        plain["global_scales"] = {
+            (layer, str(site)): scale for (layer, site), scale in settings.global_scales.items()
+        }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(path.name + ".tmp")
+    torch.save(
+        {"identity": dict(identity), "samples": fields, "codes": codes, "settings": plain},
+        temporary,
+    )
+    os.replace(temporary, path)
+
+
+def load(path: Path, identity: Mapping[str, Any]) -> RolloutSet:
+    """Reads a rollout set.
+
+    Raises:
+        ValueError: The file is of another model or another engine setting.
+    """
+    state = torch.load(path, map_location="cpu", weights_only=True)
+    if state["identity"] != dict(identity):
+        raise ValueError(
+            f"{path} holds rollouts of {state['identity']}, not of {dict(identity)}; remove it or "
+            "give another work folder"
+        )
+    samples = [RolloutSample(**fields) for fields in state["samples"]]
+    codes: dict[str, dict[Place, SiteHint]] = {}
+    for sample in samples:
+        codes[sample.sample_id] = {
+            (layer, Site(site)): SiteHint(
+                _key(sample, (layer, Site(site))), 4, payload, scale_bytes, global_scale
+            )
+            for (layer, site), (payload, scale_bytes, global_scale) in state["codes"]
+            .get(sample.sample_id, {})
+            .items()
+        }
+    settings = None
+    if state["settings"] is not None:
+        plain = dict(state["settings"])
+        plain["global_scales"] = {
+            (layer, Site(site)): scale for (layer, site), scale in plain["global_scales"].items()
+        }
+        settings = QuantizerSettings(**plain)
+    return RolloutSet(samples, codes, settings)
