@@ -55,7 +55,7 @@ def score_samples(
     *,
     answer_format: AnswerFormat = "whole",
 ) -> list[float]:
-    """Gives the reward of every sample; 0 for a response that was cut before its end token.
+    """Gives the reward of every sample; 0 for a response without end or with unknown tokens.
 
     Args:
         samples: Finished rollouts.
@@ -69,7 +69,9 @@ def score_samples(
     rewards = []
     for sample, item in zip(samples, items, strict=True):
         response = sample.response_tokens
-        if not response or response[-1] != END_TOKEN:
+        # A model's vocabulary may be padded beyond the tokenizer's.
+        known = max(response, default=0) < tokenizer.vocab_size
+        if not known or not response or response[-1] != END_TOKEN:
             rewards.append(0.0)
             continue
         text = tokenizer.decode(response[:-1])

@@ -1,0 +1,75 @@
+"""TRACE inside Megatron's own training loop: trains on recorded rollouts, with Megatron's flags.
+
+    torchrun --nproc-per-node 8 examples/pretrain_trace.py MEGATRON'S FLAGS \\
+        --trace-method trace --trace-hint-dir ROLLOUTS [--trace-valid-hint-dir OTHER ROLLOUTS]
+    python examples/pretrain_trace.py --help        lists both; ours are in the groups "trace"
+
+Logging, evaluation, optimizer, schedules of the pipeline and checkpoints are Megatron's. The loss
+is the clipped policy objective of `rl.losses` over the recorded samples; rollouts come from
+`examples/record_rollouts.py` or from an engine that writes such a folder (`rl.rollout_folder`).
+"""
+
+# ruff: noqa: E402  The stand-in for the CUDA runtime must be installed before Megatron is imported.
+from __future__ import annotations
+
+from megatron_trace.testing import cpu_pretrain, cpu_runtime
+
+cpu_runtime.install()
+cpu_pretrain.install()
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from megatron.core.enums import ModelType
+from megatron.training import pretrain, print_rank_0
+from megatron.training.argument_utils import pretrain_cfg_container_from_args
+from megatron.training.arguments import parse_and_validate_args
+
+from megatron_trace.arguments import (
+    add_recorded_arguments,
+    recorded_config_from_args,
+    require_agreement,
+    trace_config_from_args,
+)
+from megatron_trace.rl.recorded import RecordedTraining
+from megatron_trace.training.megatron_model import trace_model_config_from_args
+
+
+def main() -> None:
+    """Trains as the flags say."""
+    args = parse_and_validate_args(
+        add_recorded_arguments, args_defaults={"tokenizer_type": "NullTokenizer"}
+    )
+    trace, recorded = trace_config_from_args(args), recorded_config_from_args(args)
+    require_agreement(args, trace)
+    training = RecordedTraining(trace, recorded)
+    model_config = trace_model_config_from_args(args, trace, recorded.attention, training.settings)
+    iteration = None
+
+    def datasets(num_samples: Sequence[int], vp_stage: int | None = None) -> Any:
+        return training.datasets(num_samples)
+
+    # Every rank needs the indices, not only the first of a tensor-parallel group.
+    datasets.is_distributed = True
+
+    def forward_step(data_iterator: Iterator[Any], model: torch.nn.Module) -> Any:
+        nonlocal iteration
+        current = (args.curr_iteration, model.training)
+        if iteration not in (None, current):
+            training.assert_ran()
+        iteration = current
+        return training.forward_step(data_iterator, model)
+
+    pretrain(
+        pretrain_cfg_container_from_args(args, model_config),
+        datasets,
+        ModelType.encoder_or_decoder,
+        forward_step,
+    )
+    training.assert_ran()
+    print_rank_0(f"TRACE ran: method {trace.method}, {len(training.folders[0])} samples")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,169 @@
+"""Rolls out from a Megatron checkpoint and writes samples, hints and rewards to a folder.
+
+    python examples/record_rollouts.py MEGATRON'S MODEL FLAGS --load CHECKPOINT \\
+        --rollout-tasks prompts.jsonl --rollout-output ROLLOUTS --trace-method trace
+    ... --save CHECKPOINT --rollout-warm-start 300    first trains a model on the answers, 300 steps
+
+One process; `examples/pretrain_trace.py` trains on the folder in any layout. A prompt file has one
+JSON object a line, as `tools/export_tasks.py` writes it; `rl.rewards` scores the responses.
+"""
+
+# ruff: noqa: E402  The stand-in for the CUDA runtime must be installed before Megatron is imported.
+from __future__ import annotations
+
+from megatron_trace.testing import cpu_pretrain, cpu_runtime
+
+cpu_runtime.install()
+cpu_pretrain.install()
+
+import copy
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.models.hybrid.hybrid_model import HybridModel
+from megatron.training import print_rank_0, training
+from megatron.training.arguments import parse_and_validate_args
+from megatron.training.checkpointing import get_checkpoint_name, read_metadata, save_checkpoint
+from megatron.training.checkpointing import get_checkpoint_tracker_filename as tracker_file
+
+from megatron_trace import compat
+from megatron_trace.arguments import add_trace_arguments, trace_config_from_args
+from megatron_trace.hints.files_writer import HintFilesWriter
+from megatron_trace.models.hybrid import HybridModules, build_hybrid_model
+from megatron_trace.rl.rewards import score_samples
+from megatron_trace.rl.rollout_folder import Reward, commit_rollouts
+from megatron_trace.rl.run import calibration_batches
+from megatron_trace.rl.tasks import END_TOKEN, CharTokenizer, TaskItem, load_tasks
+from megatron_trace.rl.warm_start import WarmStartSettings, warm_start
+from megatron_trace.rollout import RolloutEngine, SamplingSettings
+from megatron_trace.training.megatron_model import trace_model_config_from_args
+
+# Flags of Megatron's training that mean nothing here, but must be there.
+DEFAULTS = {"tokenizer_type": "NullTokenizer", "save_interval": 1, "train_iters": 1, "lr": 0.0}
+
+
+def add_arguments(parser: ArgumentParser) -> ArgumentParser:
+    """Adds our flags to Megatron's parser."""
+    group = add_trace_arguments(parser).add_argument_group("rollout")
+    group.add_argument("--rollout-tasks", type=Path, required=True, help="prompts, JSONL")
+    group.add_argument("--rollout-output", type=Path, required=True, help="folder to write to")
+    group.add_argument(
+        "--rollout-warm-start", type=int, help="steps on the answers, from random weights"
+    )
+    group.add_argument("--rollout-first-prompt", type=int, default=0, help="default 0")
+    group.add_argument("--rollout-prompts", type=int, default=32, help="default 32")
+    group.add_argument("--rollout-samples", type=int, default=8, help="of a prompt, default 8")
+    group.add_argument("--rollout-max-response-tokens", type=int, default=8, help="default 8")
+    group.add_argument("--rollout-calibration-samples", type=int, default=64, help="default 64")
+    group.add_argument("--rollout-requests", type=int, default=64, help="at a time, default 64")
+    return parser
+
+
+def main() -> None:
+    """Rolls out as the flags say."""
+    args = parse_and_validate_args(add_arguments, args_defaults=DEFAULTS)
+    warm = args.rollout_warm_start is not None
+    if warm == (args.load is not None) or (warm and args.save is None):
+        raise SystemExit("give either --load CHECKPOINT, or --rollout-warm-start N and --save")
+    trace = trace_config_from_args(args)
+    items = load_tasks(args.rollout_tasks)
+    tokenizer = CharTokenizer.of_tasks(items)
+    if tokenizer.vocab_size > args.padded_vocab_size:
+        raise SystemExit(
+            f"{args.rollout_tasks} needs {tokenizer.vocab_size} tokens, but the model has "
+            f"{args.padded_vocab_size}; set --vocab-size"
+        )
+    training.initialize_megatron()
+    weights, policy_version = load_weights(args, items, tokenizer)
+    config = trace_model_config_from_args(args, trace, "megatron", None)
+    engine = RolloutEngine(
+        config.transformer,
+        pattern=args.hybrid_layer_pattern,
+        vocab_size=args.padded_vocab_size,
+        max_sequence_length=args.max_position_embeddings,
+        trace=trace,
+        eod_token=END_TOKEN,
+        max_requests=args.rollout_requests,
+        rotary_percent=args.rotary_percent,
+        rotary_base=args.rotary_base,
+    )
+    engine.load_weights(weights)
+    if trace.method != "bf16":
+        engine.calibrate(
+            calibration_batches(items, tokenizer, num_samples=args.rollout_calibration_samples)
+        )
+    engine.push_weights(weights, policy_version)
+    record(args, engine, items, tokenizer, policy_version)
+
+
+def record(
+    args: Namespace,
+    engine: RolloutEngine,
+    items: Sequence[TaskItem],
+    tokenizer: CharTokenizer,
+    policy_version: int,
+) -> None:
+    """Rolls out and commits samples, hints and rewards."""
+    first = args.rollout_first_prompt
+    rows = [row % len(items) for row in range(first, first + args.rollout_prompts)]
+    places = [(row, n) for row in rows for n in range(args.rollout_samples)]
+    name = f"version-{policy_version}/item-{{}}/sample-{{}}"
+    with HintFilesWriter(args.rollout_output) as files:
+        samples = engine.generate(
+            [tokenizer.encode(items[row].prompt) for row, _ in places],
+            [name.format(row, n) for row, n in places],
+            store=files,
+            sampling=SamplingSettings(max_new_tokens=args.rollout_max_response_tokens),
+            seed=args.seed,
+        )
+        scores = score_samples(samples, [items[row] for row, _ in places], tokenizer)
+        rewards = [
+            Reward(
+                sample.sample_id, f"version-{policy_version}/item-{row}", args.rollout_samples, s
+            )
+            for sample, (row, _), s in zip(samples, places, scores, strict=True)
+        ]
+        commit_rollouts(files, samples, rewards, engine.settings)
+    print_rank_0(
+        f"{args.rollout_output}: {len(samples)} samples of policy version {policy_version}, "
+        f"mean reward {sum(scores) / len(scores):.3f}"
+    )
+
+
+def load_weights(
+    args: Namespace, items: Sequence[TaskItem], tokenizer: CharTokenizer
+) -> tuple[dict[str, torch.Tensor], int]:
+    """Gives the parameters of a checkpoint by name, and its iteration as policy version."""
+    config = trace_model_config_from_args(args, trace_config_from_args(args), "megatron", None)
+    transformer = copy.copy(config.transformer)
+    if args.rollout_warm_start is not None:
+        transformer.params_dtype, transformer.bf16 = torch.float32, False
+    model: HybridModel = build_hybrid_model(
+        transformer,
+        pattern=args.hybrid_layer_pattern,
+        vocab_size=args.padded_vocab_size,
+        max_sequence_length=args.max_position_embeddings,
+        modules=HybridModules(),
+        rotary_percent=args.rotary_percent,
+        rotary_base=args.rotary_base,
+    )
+    iteration = 0
+    if args.rollout_warm_start is not None:
+        settings = WarmStartSettings(steps=args.rollout_warm_start)
+        warm_start(model, items, tokenizer, settings)
+        model.to(args.params_dtype)
+        with compat.checkpoint_writes_in_process():
+            save_checkpoint(iteration, [model], None, None, 0)
+    else:
+        iteration, _ = read_metadata(tracker_file(args.load))
+        folder = get_checkpoint_name(args.load, iteration, return_base_dir=True)
+        state = dist_checkpointing.load({"model": model.sharded_state_dict()}, folder)
+        model.load_state_dict(state["model"])
+    return {name: value.detach() for name, value in model.named_parameters()}, iteration
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,200 @@
+"""Training on recorded rollouts inside Megatron's own loop: data, forward step, loss.
+
+Megatron's sampler hands out indices of samples, which every rank of a model-parallel group and
+every pipeline stage gets alike; each then makes the micro-batch, and reads the hints, that its part
+of the model needs.
+
+Legend: B samples of a micro-batch, S positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset
+
+from megatron_trace.config import RecordedConfig, TraceConfig
+from megatron_trace.models.hybrid import causal_mask
+from megatron_trace.rl.losses import GrpoSettings, grpo_loss
+from megatron_trace.rl.rollout_folder import RolloutFolder
+from megatron_trace.training.megatron_model import trace_sites
+from megatron_trace.training.micro_batch import MicroBatch, make_micro_batch
+from megatron_trace.training.model import logprobs_of_logits
+from megatron_trace.training.sites import TraceSites
+
+Report = dict[str, torch.Tensor]
+LossFunction = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, Report]]
+
+
+class SampleIndices(Dataset[dict[str, int]]):
+    """The indices of a folder's samples, for Megatron's samplers.
+
+    Args:
+        part: 0 for the folder to train on, 1 for the one to evaluate on.
+        num_samples: Samples that are handed out; those of the folder repeat in order.
+        folder_size: Samples of the folder.
+    """
+
+    def __init__(self, part: int, num_samples: int, folder_size: int) -> None:
+        self.part = part
+        self.num_samples = num_samples
+        self.folder_size = folder_size
+
+    def __len__(self) -> int:
+        """Samples that are handed out."""
+        return self.num_samples
+
+    def __getitem__(self, index: int) -> dict[str, int]:
+        """Gives the index of a sample in its folder, and which folder."""
+        return {"part": self.part, "sample": index % self.folder_size}
+
+
+class RecordedTraining:
+    """What Megatron's `pretrain` calls: `datasets` and `forward_step`.
+
+    Args:
+        trace: Settings of TRACE.
+        recorded: Folders and settings of the objective.
+
+    Attributes:
+        folders: The folder to train on, and the one to evaluate on, if any.
+
+    Raises:
+        ValueError: No folder is given, a folder has no sample to train on, or the folders were made
+            under different quantiser settings or by another method.
+    """
+
+    def __init__(self, trace: TraceConfig, recorded: RecordedConfig) -> None:
+        if not recorded.hint_dir:
+            raise ValueError("--trace-hint-dir is needed: the folder of rollouts to train on")
+        self.trace = trace
+        self.recorded = recorded
+        self.folders = [
+            RolloutFolder(path) for path in (recorded.hint_dir, recorded.valid_hint_dir) if path
+        ]
+        self.settings = self.folders[0].settings
+        self._loss = GrpoSettings(recorded.clip_low, recorded.clip_high, recorded.importance_cap)
+        self._require_one_kind_of_rollout()
+        # Sites of the stages that ran since the last check.
+        self._running: dict[int, TraceSites] = {}
+
+    def datasets(
+        self, num_samples: Sequence[int]
+    ) -> tuple[Dataset[Any], Dataset[Any] | None, None]:
+        """Gives the datasets of training, validation and test.
+
+        Args:
+            num_samples: Samples that the run takes of each.
+
+        Raises:
+            ValueError: The run evaluates, but there is nothing to evaluate on.
+        """
+        train, valid, _ = num_samples
+        if valid and len(self.folders) < 2:
+            raise ValueError(
+                "--eval-iters needs --trace-valid-hint-dir; give it, or set --eval-iters 0"
+            )
+        parts = [
+            SampleIndices(part, number, len(folder))
+            for part, (number, folder) in enumerate(zip((train, valid), self.folders, strict=False))
+        ]
+        return parts[0], parts[1] if valid else None, None
+
+    def forward_step(
+        self, data_iterator: Iterator[dict[str, torch.Tensor]], model: torch.nn.Module
+    ) -> tuple[torch.Tensor, LossFunction]:
+        """Forwards one micro-batch through one stage.
+
+        Args:
+            data_iterator: Gives `SampleIndices` in batches.
+            model: The stage.
+
+        Returns:
+            The stage's output, and the loss of the last stage's logits.
+
+        Raises:
+            LookupError: A hint is missing, and `missing_hints` is `error`.
+            ValueError: A sample does not fit the model or its hints.
+        """
+        indices = next(data_iterator)
+        folder = self.folders[int(indices["part"][0])]
+        rows = [folder[index] for index in indices["sample"].tolist()]
+        sites = trace_sites(model)
+        self._running[id(sites)] = sites
+        micro_batch = make_micro_batch([row.sample for row in rows], folder.hints, sites)
+        advantages = torch.tensor([row.advantage for row in rows], device=sites.device)
+        with sites.micro_batch(micro_batch):
+            output = model(
+                micro_batch.tokens[:, :-1],
+                micro_batch.positions,
+                causal_mask(micro_batch.num_positions).to(sites.device),
+            )
+        return output, partial(self.loss, micro_batch, advantages)
+
+    def loss(
+        self, micro_batch: MicroBatch, advantages: torch.Tensor, logits: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, Report]:
+        """Gives the summed loss of a micro-batch, its number of tokens, and what Megatron logs.
+
+        The policy before the step is the trainer's own: every sample takes part in one step.
+
+        Args:
+            micro_batch: The samples.
+            advantages: FP32 [B].
+            logits: Output of the last stage.
+        """
+        logprobs = logprobs_of_logits(logits, micro_batch, temperature=self.recorded.temperature)
+        old, mask = logprobs.detach(), micro_batch.loss_mask
+        loss, sums = grpo_loss(
+            logprobs,
+            old,
+            micro_batch.rollout_logprobs,
+            advantages,
+            mask,
+            num_tokens=1,
+            settings=self._loss,
+        )
+        num_tokens = mask.sum()
+        gap = (old - micro_batch.rollout_logprobs).abs()[mask].sum()
+
+        def per_token(total: torch.Tensor | float) -> torch.Tensor:
+            total = torch.as_tensor(total, dtype=torch.float32, device=loss.device)
+            return torch.stack([total.detach(), num_tokens.float()])
+
+        report = {
+            "policy loss": per_token(loss),
+            "log-prob gap": per_token(gap),
+            "kl rollout": per_token(sums.kl_rollout),
+            "importance weight": per_token(sums.weight),
+        }
+        return loss, num_tokens.int(), report
+
+    def assert_ran(self) -> None:
+        """Checks that the quantisers of every stage ran since the last check, then forgets it.
+
+        Raises:
+            RuntimeError: A quantiser did not run, or no micro-batch was forwarded.
+        """
+        if not self._running:
+            raise RuntimeError("no micro-batch was forwarded: nothing was trained")
+        for sites in self._running.values():
+            sites.assert_ran()
+            sites.reset_report()
+        self._running.clear()
+
+    def _require_one_kind_of_rollout(self) -> None:
+        for folder in self.folders:
+            quantised = folder.settings is not None
+            if quantised != (self.trace.method != "bf16"):
+                raise ValueError(
+                    f"--trace-method {self.trace.method} contradicts {folder.folder}, whose "
+                    f"rollouts are {'quantised' if quantised else 'BF16'}"
+                )
+            if folder.settings != self.settings:
+                raise ValueError(
+                    f"{folder.folder} was rolled out under other quantiser settings than "
+                    f"{self.folders[0].folder}; evaluate on rollouts of the same engine settings"
+                )
