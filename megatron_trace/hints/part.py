@@ -24,10 +24,12 @@ class HintPart:
     Attributes:
         rows: Ascending ranges of rows.
         columns: Values of a row, on block boundaries; None for all.
+        num_values: Values that a whole row must have; None if that is not known.
     """
 
     rows: tuple[range, ...]
     columns: range | None = None
+    num_values: int | None = None
 
 
 def select_part(hint: SiteHint, part: HintPart) -> tuple[SiteHint, int]:
@@ -42,6 +44,10 @@ def select_part(hint: SiteHint, part: HintPart) -> tuple[SiteHint, int]:
     Raises:
         ValueError: The record has no such rows or columns, or a block would be split.
     """
+    if part.num_values not in (None, hint.num_values):
+        raise ValueError(
+            f"hint has values of a row {hint.num_values}, expected {part.num_values} ({hint.key})"
+        )
     for rows in part.rows:
         if rows.step != 1 or not 0 <= rows.start <= rows.stop <= hint.num_rows:
             raise ValueError(f"no rows {rows} of {hint.num_rows} ({hint.key})")

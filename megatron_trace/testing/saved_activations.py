@@ -96,6 +96,8 @@ def _there_anyway(model: HybridModel, micro_batch: MicroBatch) -> Iterable[torch
                 quantised, _ = place.weight.current(module.weight, place.sites.weight_rule)
                 yield quantised.values
     yield from (micro_batch.tokens, micro_batch.positions, micro_batch.routing, micro_batch.valid)
+    for rows in (micro_batch.token_rows, micro_batch.attention_rows):
+        yield from (rows.positions, rows.real)
 
 
 def _storage(tensor: torch.Tensor) -> int:

@@ -6,7 +6,7 @@ Legend: S positions, B samples, H hidden size, N rows that the experts receive.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,7 +23,7 @@ from megatron_trace.training.products import quantised_product, weighted_product
 from megatron_trace.training.rounding import PackedRows
 from megatron_trace.training.sites import TraceSites
 from megatron_trace.training.slots import SlotRows
-from megatron_trace.training.weights import ExpertWeight
+from megatron_trace.training.weights import ExpertWeight, shared_amax
 
 
 @dataclass(frozen=True)
@@ -76,9 +76,9 @@ class ExpertPlace:
 
     def row_origin(self, row: int) -> tuple[int, int | None]:
         """Gives the expert, and which row of the micro-batch its row is; None across ranks."""
-        if self.moe.ep_group.size() > 1:
-            return self.expert, None
         dispatcher: Any = self.moe.token_dispatcher
+        if dispatcher.ep_size > 1 or dispatcher.tp_size > 1:
+            return self.expert, None
         return self.expert, int(dispatcher.routing_map[:, self.expert].nonzero()[row, 0])
 
 
@@ -90,11 +90,14 @@ class ExpertRows:
         probs: [rows]; the router's probability.
         slots: Hints of the rows at fc2; None if there are none.
         packed_input: Codes of fc1's input; None if backward keeps its values.
+        weight_amax: FP32 0-d each; amax of fc1's and fc2's weight over the ranks that split them,
+            None if the expert is whole.
     """
 
     probs: torch.Tensor
     slots: SlotRows | None
     packed_input: PackedRows | None
+    weight_amax: Mapping[str, torch.Tensor | None]
 
 
 _EXPERT_ROWS: ContextVar[ExpertRows] = ContextVar("megatron_trace_expert_rows")
@@ -194,10 +197,13 @@ class GuidedExperts(UnweightedSequentialMLP):
         packed = moe.packed_tokens
         if packed is not None:
             packed = packed.moved(partial(dispatch_rows, dispatcher))
+        linears: list[Any] = [[e.linear_fc1, e.linear_fc2] for e in self.local_experts]
+        amax = shared_amax([linear.weight for pair in linears for linear in pair], self.tp_group)
         rows = zip(
             probs.split(splits),
             nothing if slots is None else slots.split(splits),
             nothing if packed is None else packed.split(splits),
+            [{"fc1": amax[2 * i], "fc2": amax[2 * i + 1]} for i in range(len(splits))],
             strict=True,
         )
         return [ExpertRows(*parts) for parts in rows]
@@ -246,6 +252,7 @@ class QuantisedWeightFc2(RowParallelLinear):
 
 
 def _quantised_weight(weight: torch.Tensor, place: ExpertPlace) -> torch.Tensor:
-    quantised, fresh = place.weight.current(weight, place.sites.weight_rule)
+    amax = _current_rows(place).weight_amax[place.matrix]
+    quantised, fresh = place.weight.current(weight, place.sites.weight_rule, amax)
     place.sites.count_weight((place.layer, place.expert, place.matrix), fresh=fresh)
     return quantised.values

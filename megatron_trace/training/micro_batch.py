@@ -1,24 +1,45 @@
 """MicroBatch: rollout samples in the row order of the trainer model, with hints and routing.
 
-Legend: B samples, S positions (longest sample's tokens - 1), N = S * B rows in [S, B] order,
-L MoE layers, E experts, k top-k, K values of a row.
+Under tensor, sequence and context parallelism every rank of a data-parallel replica makes the
+micro-batch of the same samples, and takes its own rows and columns of their hints and routing.
+
+Legend: B samples, S positions (longest sample's tokens - 1, padded), P of them on this rank where a
+site sees them, N = P * B rows in [P, B] order, L MoE layers, E experts, k top-k, K values of a row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from megatron_trace.formats import BLOCK_SIZE, ops
 from megatron_trace.hints.codec import stack_rows
-from megatron_trace.hints.store import HintStore, RecordKind
-from megatron_trace.hints.types import HintKey, RolloutSample, ScaleForm, SiteHint
+from megatron_trace.hints.files import HintSource
+from megatron_trace.hints.part import HintPart
+from megatron_trace.hints.sharding import recorded_rows
+from megatron_trace.hints.store import RecordKind
+from megatron_trace.hints.types import HintKey, RolloutSample, ScaleForm, Site, SiteHint
+from megatron_trace.training.layout import TOKEN_SITES
 from megatron_trace.training.rounding import HintRows
 from megatron_trace.training.routing import even_experts
 from megatron_trace.training.shape import Place
 from megatron_trace.training.sites import TraceSites
+
+
+@dataclass(frozen=True, eq=False)
+class RankRows:
+    """The rows of a micro-batch that a site of this rank sees.
+
+    Attributes:
+        positions: int64 [P], ascending; positions of the padded samples.
+        real: bool [N]; rows of tokens, not of padding.
+    """
+
+    positions: torch.Tensor
+    real: torch.Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,23 +50,27 @@ class MicroBatch:
         made_for: `TraceSites` of the model that forwards it.
         sample_ids: [B] names.
         tokens: int64 [B, S + 1].
-        positions: int64 [B, S].
         loss_mask: bool [B, S]; True where token s + 1 is part of the response.
         rollout_logprobs: FP32 [B, S]; the rollout's log-probability of token s + 1, 0 elsewhere.
-        valid: bool [S, B]; rows of real tokens.
-        routing: int64 [L, N, k]; the rollout's experts, and evenly spread ones for padding.
-        hints: Hints of the N rows by (decoder layer, site); empty unless the method is trace.
-        codes: The rollout's full codes of the N rows, for metrics only.
+        valid: bool [S, B]; real tokens.
+        token_rows: Rows of the router and the experts: those of this rank's tokens.
+        attention_rows: Rows of K and V: those of this context-parallel rank's tokens.
+        routing: int64 [L, N, k]; the rollout's experts of the token rows, and evenly spread ones
+            for padding.
+        hints: Hints of this rank's rows and columns by (decoder layer, site), at fc2 of all its
+            tokens' columns; empty unless the method is trace.
+        codes: The rollout's full codes likewise, for metrics only.
         settings_digest: Digest of the quantiser settings of all samples.
     """
 
     made_for: TraceSites
     sample_ids: tuple[str, ...]
     tokens: torch.Tensor
-    positions: torch.Tensor
     loss_mask: torch.Tensor
     rollout_logprobs: torch.Tensor
     valid: torch.Tensor
+    token_rows: RankRows
+    attention_rows: RankRows
     routing: torch.Tensor
     hints: Mapping[Place, HintRows]
     codes: Mapping[Place, HintRows]
@@ -54,21 +79,42 @@ class MicroBatch:
     @property
     def num_positions(self) -> int:
         """Positions S of a padded sample."""
-        return self.positions.shape[1]
+        return self.valid.shape[0]
 
-    def row_name(self, row: int) -> str:
-        """Names one of the N rows for messages."""
-        position, column = divmod(row, len(self.sample_ids))
+    @property
+    def positions(self) -> torch.Tensor:
+        """int64 [B, P]; positions of the tokens that this context-parallel rank forwards."""
+        return self.attention_rows.positions.expand(len(self.sample_ids), -1)
+
+    @property
+    def inputs(self) -> torch.Tensor:
+        """int64 [B, P]; the tokens that this context-parallel rank forwards."""
+        return self.tokens[:, self.attention_rows.positions]
+
+    @property
+    def targets(self) -> torch.Tensor:
+        """int64 [B, P]; the token that follows each of `inputs`."""
+        return self.tokens[:, self.attention_rows.positions + 1]
+
+    def rows_at(self, site: Site) -> RankRows:
+        """Gives the rows that a site of this rank sees; of fc2 those of its tokens."""
+        return self.token_rows if site in TOKEN_SITES else self.attention_rows
+
+    def row_name(self, site: Site, row: int) -> str:
+        """Names one of the N rows of a site for messages."""
+        local, column = divmod(row, len(self.sample_ids))
+        position = int(self.rows_at(site).positions[local])
         kind = "token" if self.valid[position, column] else "padding"
         return f"sample {self.sample_ids[column]}, {kind} {position}"
 
 
 def make_micro_batch(
     samples: Sequence[RolloutSample],
-    store: HintStore | None,
+    store: HintSource | None,
     sites: TraceSites,
     *,
     padding_token: int = 0,
+    num_positions: int | None = None,
 ) -> MicroBatch:
     """Assembles samples, their hints and their routing for one forward pass of a trainer model.
 
@@ -77,14 +123,15 @@ def make_micro_batch(
         store: Where the hints are. Not read by the methods bf16 and qat, but for diagnostics.
         sites: `TraceSites` of the model that will forward the micro-batch.
         padding_token: Token id of padding.
+        num_positions: S, where several micro-batches must have the same; None takes the least.
 
     Raises:
         LookupError: A recorded place has no hint, and `missing_hints` is `error`.
-        ValueError: The samples do not fit the model, or hints are of another policy version,
+        ValueError: The samples do not fit the model or S, or hints are of another policy version,
             other quantiser settings, or another shape.
     """
     _require_samples(samples, sites)
-    length = max(len(sample.tokens) for sample in samples)
+    length = _num_positions(samples, sites, num_positions) + 1
     tokens = torch.full((len(samples), length), padding_token, dtype=torch.int64)
     loss_mask = torch.zeros(len(samples), length - 1, dtype=torch.bool)
     rollout_logprobs = torch.zeros(len(samples), length - 1)
@@ -96,15 +143,18 @@ def make_micro_batch(
         rollout_logprobs[b, response] = sample.logprobs.float()
         valid[: sample.num_rows, b] = True
     device = sites.device
+    token_rows, attention_rows = (_rank_rows(site, valid, sites) for site in (Site.FC1, Site.K))
+    routing = _routing(samples, valid, sites).unflatten(1, valid.shape)
     return MicroBatch(
         made_for=sites,
         sample_ids=tuple(sample.sample_id for sample in samples),
         tokens=tokens.to(device),
-        positions=torch.arange(length - 1, device=device).expand(len(samples), -1),
         loss_mask=loss_mask.to(device),
         rollout_logprobs=rollout_logprobs.to(device),
         valid=valid.to(device),
-        routing=_routing(samples, valid, sites).to(device),
+        token_rows=token_rows,
+        attention_rows=attention_rows,
+        routing=routing.to(device)[:, token_rows.positions].flatten(1, 2),
         hints=_hints(samples, store, sites, length - 1),
         codes=_codes(samples, store, sites, length - 1),
         settings_digest=samples[0].settings_digest,
@@ -145,6 +195,25 @@ def _require_samples(samples: Sequence[RolloutSample], sites: TraceSites) -> Non
             )
 
 
+def _num_positions(samples: Sequence[RolloutSample], sites: TraceSites, wanted: int | None) -> int:
+    longest = max(sample.num_rows for sample in samples)
+    least = sites.shape.layout.padded_length(longest)
+    if wanted is None:
+        return least
+    if wanted < longest or wanted != sites.shape.layout.padded_length(wanted):
+        raise ValueError(
+            f"num_positions={wanted} does not hold samples of {longest} positions, or cannot be "
+            f"split over {sites.shape.layout}; {least} is the least that can"
+        )
+    return wanted
+
+
+def _rank_rows(site: Site, valid: torch.Tensor, sites: TraceSites) -> RankRows:
+    parts = sites.shape.layout.positions(site, valid.shape[0])
+    positions = torch.cat([torch.arange(part.start, part.stop) for part in parts])
+    return RankRows(positions.to(sites.device), valid[positions].flatten().to(sites.device))
+
+
 def _routing(
     samples: Sequence[RolloutSample], valid: torch.Tensor, sites: TraceSites
 ) -> torch.Tensor:
@@ -183,7 +252,7 @@ def _require_experts(rows: torch.Tensor, num_experts: int, sample_id: str) -> No
 
 
 def _hints(
-    samples: Sequence[RolloutSample], store: HintStore | None, sites: TraceSites, positions: int
+    samples: Sequence[RolloutSample], store: HintSource | None, sites: TraceSites, positions: int
 ) -> dict[Place, HintRows]:
     if not sites.guides:
         return {}
@@ -192,7 +261,8 @@ def _hints(
     tolerant = sites.trace.missing_hints == "rtn"
     rows: dict[Place, HintRows] = {}
     for place in sites.recorded_places:
-        hints = [_get(sample, place, store, RecordKind.HINT, tolerant) for sample in samples]
+        part = partial(_part, place[1], positions, sites)
+        hints = [_get(sample, place, store, RecordKind.HINT, tolerant, part) for sample in samples]
         if any(hint is not None for hint in hints):
             trace = sites.trace
             rows[place] = _stack(hints, place, sites, positions, trace.hint_bits, trace.hint_scales)
@@ -200,7 +270,7 @@ def _hints(
 
 
 def _codes(
-    samples: Sequence[RolloutSample], store: HintStore | None, sites: TraceSites, positions: int
+    samples: Sequence[RolloutSample], store: HintSource | None, sites: TraceSites, positions: int
 ) -> dict[Place, HintRows]:
     if not (sites.quantises and sites.diagnostics) or store is None:
         return {}
@@ -209,17 +279,35 @@ def _codes(
     )
     rows: dict[Place, HintRows] = {}
     for place in places:
-        hints = [_get(sample, place, store, RecordKind.CODES, True) for sample in samples]
+        part = partial(_part, place[1], positions, sites)
+        hints = [_get(sample, place, store, RecordKind.CODES, True, part) for sample in samples]
         rows[place] = _stack(hints, place, sites, positions, 4, "raw")
     return rows
 
 
+def _part(site: Site, num_positions: int, sites: TraceSites, num_rows: int) -> HintPart | None:
+    """Gives what this rank needs of the record of a sample; None if it is all of it."""
+    positions, columns = (
+        sites.shape.layout.positions(site, num_positions),
+        sites.shape.columns(site),
+    )
+    rows = recorded_rows(positions, num_rows, num_positions)
+    if columns is None and sum(len(part) for part in rows) == num_rows:
+        return None
+    return HintPart(rows, columns, sites.shape.row_width(site))
+
+
 def _get(
-    sample: RolloutSample, place: Place, store: HintStore, kind: RecordKind, tolerant: bool
+    sample: RolloutSample,
+    place: Place,
+    store: HintSource,
+    kind: RecordKind,
+    tolerant: bool,
+    part: Callable[[int], HintPart | None],
 ) -> SiteHint | None:
     key = HintKey(sample.sample_id, *place, sample.policy_version, sample.settings_digest)
     try:
-        return store.get(key, num_rows=sample.num_rows, kind=kind)
+        return store.get(key, num_rows=sample.num_rows, kind=kind, part=part(sample.num_rows))
     except LookupError:
         if tolerant:
             return None
@@ -234,7 +322,8 @@ def _stack(
     num_bits: int,
     scale_form: ScaleForm,
 ) -> HintRows:
-    width = sites.shape.row_width(place[1])
+    columns = sites.shape.columns(place[1])
+    width = sites.shape.row_width(place[1]) if columns is None else len(columns)
     scale = sites.settings.global_scale(*place)
     for hint in hints:
         if hint is None:
@@ -247,7 +336,9 @@ def _stack(
         ):
             if got != expected:
                 raise ValueError(f"hint has {name} {got}, expected {expected} ({hint.key})")
-    payload, scale_bytes, present = stack_rows(hints, positions)
+    # Right padding: the real rows of a sample are this rank's first ones.
+    parts = sites.shape.layout.positions(place[1], positions)
+    payload, scale_bytes, present = stack_rows(hints, sum(len(part) for part in parts))
     payload, scale_bytes, present = (
         part.flatten(0, 1).to(sites.device) for part in (payload, scale_bytes, present)
     )

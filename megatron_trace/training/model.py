@@ -16,6 +16,7 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 
 from megatron_trace.config import TraceConfig
 from megatron_trace.formats import BLOCK_SIZE
+from megatron_trace.hints.sharding import expert_columns, kv_heads
 from megatron_trace.hints.types import Site
 from megatron_trace.models.attention import SDPACoreAttention
 from megatron_trace.models.hybrid import (
@@ -39,6 +40,7 @@ from megatron_trace.training.experts import (
     QuantisedWeightFc1,
     QuantisedWeightFc2,
 )
+from megatron_trace.training.logprobs import target_logprobs, whole_samples
 from megatron_trace.training.micro_batch import MicroBatch
 from megatron_trace.training.routing import install_keyed_replay
 from megatron_trace.training.shape import model_shape
@@ -94,6 +96,7 @@ def build_trainer_model(
     """
     config = _with_dtype(model_config, dtype)
     _require_supported(config, trace)
+    _require_layout(config, trace, attention)
     model = build_hybrid_model(
         config,
         pattern=pattern,
@@ -126,7 +129,7 @@ def token_logprobs(
         temperature: Temperature of the rollout's sampling.
 
     Returns:
-        FP32 [B, S]; entry [b, s] belongs to token s + 1.
+        FP32 [B, S]; entry [b, s] belongs to token s + 1, as `logprobs_of_logits` gives it.
 
     Raises:
         RuntimeError: The micro-batch is not the one in force.
@@ -136,12 +139,22 @@ def token_logprobs(
             "token_logprobs needs its micro-batch in force; call it and backward inside `with "
             "sites.micro_batch(micro_batch)`"
         )
-    logits = model(
-        micro_batch.tokens[:, :-1],
-        micro_batch.positions,
-        causal_mask(micro_batch.num_positions).to(sites.device),
-    )
+    logits = model(*forward_arguments(micro_batch))
     return logprobs_of_logits(logits, micro_batch, temperature=temperature)
+
+
+def forward_arguments(
+    micro_batch: MicroBatch,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Gives what the model's forward takes on this rank: inputs, positions [B, P] and the mask.
+
+    Under context parallelism there is no mask: the core attention knows the positions.
+    """
+    sites = micro_batch.made_for
+    mask = None
+    if sites.shape.layout.cp_size == 1:
+        mask = causal_mask(micro_batch.num_positions).to(sites.device)
+    return micro_batch.inputs, micro_batch.positions, mask
 
 
 def logprobs_of_logits(
@@ -150,15 +163,18 @@ def logprobs_of_logits(
     """Gives the log-probability of every next token from the model's logits.
 
     Args:
-        logits: [B, S, vocabulary], output of the last stage.
+        logits: [B, P, vocabulary / tp], output of the last stage on this rank.
         micro_batch: The samples that were forwarded.
         temperature: Temperature of the rollout's sampling.
 
     Returns:
-        FP32 [B, S]; entry [b, s] belongs to token s + 1.
+        FP32 [B, S], the same on all tensor- and context-parallel ranks; entry [b, s] belongs to
+        token s + 1. Its gradient reaches this rank's positions only, see `logprobs.whole_samples`.
     """
-    logprobs = (logits.float() / temperature).log_softmax(-1)
-    return logprobs.gather(-1, micro_batch.tokens[:, 1:].unsqueeze(-1)).squeeze(-1)
+    groups = micro_batch.made_for.groups
+    return whole_samples(
+        target_logprobs(logits.float() / temperature, micro_batch.targets, groups), groups
+    )
 
 
 def _modules(trace: TraceConfig, attention: TrainerAttention) -> HybridModules:
@@ -181,10 +197,7 @@ def _with_dtype(config: TransformerConfig, dtype: torch.dtype) -> TransformerCon
 
 def _require_supported(config: TransformerConfig, trace: TraceConfig) -> None:
     unsupported: dict[str, bool] = {
-        "tensor_model_parallel_size > 1": config.tensor_model_parallel_size > 1,
         "pipeline_model_parallel_size > 1": config.pipeline_model_parallel_size > 1,
-        "context_parallel_size > 1": config.context_parallel_size > 1,
-        "expert_tensor_parallel_size > 1": (config.expert_tensor_parallel_size or 1) > 1,
         # The rollout has no dropout, drops no token and adds no noise.
         "attention_dropout > 0": config.attention_dropout > 0,
         "hidden_dropout > 0": config.hidden_dropout > 0,
@@ -221,6 +234,31 @@ def _require_supported(config: TransformerConfig, trace: TraceConfig) -> None:
                 f"a trainer model with method {trace.method} does not support {name}; change the "
                 "model configuration"
             )
+
+
+def _require_layout(
+    config: TransformerConfig, trace: TraceConfig, attention: TrainerAttention
+) -> None:
+    """Raises ValueError if ranks would have parts that cannot be quantised as a whole's."""
+    tp_size, cp_size = config.tensor_model_parallel_size, config.context_parallel_size
+    if tp_size > 1 and config.num_moe_experts and not config.sequence_parallel:
+        raise ValueError(
+            f"tensor_model_parallel_size={tp_size} with MoE layers contradicts "
+            "sequence_parallel=False, which Megatron refuses to train; set sequence_parallel"
+        )
+    if cp_size > 1 and attention == "megatron":
+        raise ValueError(
+            f"context_parallel_size={cp_size} contradicts attention=megatron: Megatron's "
+            "DotProductAttention refuses it; choose attention=sdpa"
+        )
+    if trace.method == "bf16":
+        return
+    assert config.num_query_groups is not None, "TransformerConfig fills it in"
+    kv_heads(config.num_query_groups, tp_size, 0)
+    etp_size = config.expert_tensor_parallel_size or 1
+    if config.num_moe_experts and etp_size > 1:
+        assert config.moe_ffn_hidden_size is not None, "TransformerConfig fills it in"
+        expert_columns(config.moe_ffn_hidden_size, etp_size, 0, block_size=BLOCK_SIZE)
 
 
 def _bind(model: HybridModel, sites: TraceSites) -> None:

@@ -141,7 +141,8 @@ class Tally:
             micro_batch: Where they belong.
             recorded: Whether the rollout records hints of the place.
         """
-        real = int(micro_batch.valid.sum())
+        rows = micro_batch.rows_at(place[1]).real
+        real = int(rows.sum())
         stored = micro_batch.hints.get(place)
         present = 0 if stored is None else int(stored.has_hint.sum())
         guided = 0 if rounding.hint is None else rounding.hint.has_hint.sum()
@@ -153,7 +154,7 @@ class Tally:
             rejected=present - guided,
             missing=real - present if recorded else 0,
             not_recorded=0 if recorded else real,
-            padding=micro_batch.valid.numel() - real,
+            padding=rows.numel() - real,
         )
 
     def add_slots(

@@ -6,8 +6,10 @@ from dataclasses import dataclass
 
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 
+from megatron_trace.hints.sharding import kv_heads
 from megatron_trace.hints.types import Site
 from megatron_trace.models.hybrid import decoder_layers, named_expert_linears, pattern_sites
+from megatron_trace.training.layout import RankLayout, rank_layout
 
 Place = tuple[int, Site]
 ExpertMatrix = tuple[int, int, str]
@@ -26,9 +28,11 @@ class ModelShape:
         top_k: Experts of a token; 0 without MoE layers.
         hidden_size: Values of an fc1 row.
         expert_values: Values of one expert slot at fc2: the experts' hidden size; 0 without.
+        num_kv_heads: KV heads of an attention layer, over all ranks.
         kv_values: Values of a k or v row: KV heads times head dim.
         max_sequence_length: Longest sequence in tokens.
         vocab_size: Rows of the embedding.
+        layout: Which part of all this the rank has.
     """
 
     num_layers: int
@@ -39,9 +43,11 @@ class ModelShape:
     top_k: int
     hidden_size: int
     expert_values: int
+    num_kv_heads: int
     kv_values: int
     max_sequence_length: int
     vocab_size: int
+    layout: RankLayout
 
     @property
     def places(self) -> tuple[Place, ...]:
@@ -51,10 +57,33 @@ class ModelShape:
         return tuple(sorted(moe + attention))
 
     def row_width(self, site: Site) -> int:
-        """Gives the values of a token's row at a site; at fc2 its expert slots side by side."""
+        """Gives the values of a token's row at a site; at fc2 its expert slots side by side.
+
+        A rank may have some of its columns only, see `columns`.
+        """
         if site is Site.FC2:
             return self.top_k * self.expert_values
         return self.hidden_size if site is Site.FC1 else self.kv_values
+
+    def columns(self, site: Site) -> range | None:
+        """Gives the columns of a token's row that this rank quantises; None for all.
+
+        These are its KV heads. A row of fc2 is read whole by the rank of its token, and cut to the
+        columns of an expert-tensor-parallel rank once it has arrived there.
+        """
+        if site not in (Site.K, Site.V) or self.layout.tp_size == 1:
+            return None
+        heads = kv_heads(self.num_kv_heads, self.layout.tp_size, self.layout.tp_rank)
+        size = self.kv_values // self.num_kv_heads
+        return range(heads.start * size, heads.stop * size)
+
+    @property
+    def slot_columns(self) -> range | None:
+        """Columns of an expert slot that this rank quantises at fc2; None for all."""
+        if self.layout.etp_size == 1:
+            return None
+        size = self.expert_values // self.layout.etp_size
+        return range(self.layout.etp_rank * size, (self.layout.etp_rank + 1) * size)
 
 
 def place_name(place: Place) -> str:
@@ -91,7 +120,9 @@ def model_shape(model: HybridModel, max_sequence_length: int) -> ModelShape:
         top_k=experts[1],
         hidden_size=config.hidden_size,
         expert_values=experts[2],
+        num_kv_heads=config.num_query_groups,
         kv_values=config.num_query_groups * config.kv_channels,
         max_sequence_length=max_sequence_length,
         vocab_size=model.vocab_size,
+        layout=rank_layout(model.pg_collection),
     )

@@ -9,10 +9,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from megatron.core.models.hybrid.hybrid_model import HybridModel
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 
 from megatron_trace.config import TraceConfig
@@ -73,6 +75,11 @@ class TraceSites:
     def device(self) -> torch.device:
         """Device of the model's parameters."""
         return next(self._model.parameters()).device
+
+    @property
+    def groups(self) -> ProcessGroupCollection:
+        """Process groups of the model."""
+        return self._model.pg_collection
 
     @property
     def quantises(self) -> bool:
@@ -211,7 +218,7 @@ class TraceSites:
                     "sites.micro_batch(...)`"
                 )
             return None
-        _require_rows(num_rows, scope.micro_batch, f"MoE layer {moe_layer}")
+        _require_rows(num_rows, scope.micro_batch, Site.FC1, f"MoE layer {moe_layer}")
         return scope.micro_batch.routing[moe_layer] if scope.replay_routing else None
 
     def compare_routing(self, moe_layer: int, experts: torch.Tensor) -> None:
@@ -224,7 +231,7 @@ class TraceSites:
         scope = self._scopes.current
         if scope is None or not scope.first_time(("routing", moe_layer)):
             return
-        real = scope.micro_batch.valid.flatten()
+        real = scope.micro_batch.token_rows.real
         recorded = scope.micro_batch.routing[moe_layer]
         different = (experts.sort(-1).values != recorded.sort(-1).values).any(-1) & real
         self._tally.add_routing(int(real.sum()), different.sum())
@@ -276,16 +283,18 @@ class TraceSites:
             codes = None
         elif place in self._hint_places:
             codes = codes or self._no_hints(place, micro_batch, 4, "raw")
-        elif dispatcher.ep_size > 1:
+        elif dispatcher.ep_size > 1 or dispatcher.tp_size > 1:
             codes = None
         experts = micro_batch.routing[self.shape.moe_layers.index(place[0])]
-        return dispatched_slots(dispatcher, experts, micro_batch.valid.flatten(), hint, codes)
+        slots = dispatched_slots(dispatcher, experts, micro_batch.token_rows.real, hint, codes)
+        return slots if slots is None else slots.cut(self.shape.slot_columns)
 
     def _no_hints(
         self, place: Place, micro_batch: MicroBatch, num_bits: int, scale_form: ScaleForm
     ) -> HintRows:
         width = self.shape.row_width(place[1])
-        return no_slot_hints(micro_batch.valid.numel(), width, num_bits, scale_form, self.device)
+        num_tokens = micro_batch.token_rows.real.numel()
+        return no_slot_hints(num_tokens, width, num_bits, scale_form, self.device)
 
     def slot_rounding(
         self,
@@ -315,7 +324,7 @@ class TraceSites:
             of_expert, token_row = origin(row)
             if token_row is None:
                 return f"expert {of_expert}, row {row} (of some rank of the expert-parallel group)"
-            return f"expert {of_expert}, {scope.micro_batch.row_name(token_row)}"
+            return f"expert {of_expert}, {scope.micro_batch.row_name(Site.FC2, token_row)}"
 
         if self.trace.check_finite:
             require_finite(rows, place_name(place), name)
@@ -348,9 +357,9 @@ class TraceSites:
         scope = self._scope_at(place)
         plain = self._to_nearest(place)
         micro_batch = scope.micro_batch
-        _require_rows(values.shape[0], micro_batch, place_name(place))
+        _require_rows(values.shape[0], micro_batch, site, place_name(place))
         if self.trace.check_finite:
-            require_finite(values, place_name(place), micro_batch.row_name)
+            require_finite(values, place_name(place), partial(micro_batch.row_name, site))
         hint = micro_batch.hints.get(place)
         if hint is not None:
             hint = hint.judged(values, plain.global_scale, self.trace)
@@ -412,10 +421,10 @@ class TraceSites:
             )
 
 
-def _require_rows(num_rows: int, micro_batch: MicroBatch, where: str) -> None:
-    if num_rows != micro_batch.valid.numel():
+def _require_rows(num_rows: int, micro_batch: MicroBatch, site: Site, where: str) -> None:
+    expected = micro_batch.rows_at(site).real.numel()
+    if num_rows != expected:
         raise ValueError(
-            f"{where} got {num_rows} rows, but the micro-batch in force has "
-            f"{micro_batch.valid.numel()} ({tuple(micro_batch.valid.shape)} [S, B]); forward the "
-            "tokens of the micro-batch"
+            f"{where} got {num_rows} rows, but this rank has {expected} of the micro-batch in force"
+            f" ({tuple(micro_batch.valid.shape)} [S, B]); forward the inputs of the micro-batch"
         )

@@ -47,6 +47,15 @@ class SlotRows:
         real = self.real.split(list(sizes))
         return [SlotRows(*part) for part in zip(real, hints, codes, strict=True)]
 
+    def cut(self, columns: range | None) -> SlotRows:
+        """Gives the rows with some columns of each slot only, on block boundaries; None keeps all.
+
+        Expert-tensor-parallel ranks receive the same rows, each for its own columns.
+        """
+        if columns is None:
+            return self
+        return SlotRows(self.real, _cut(self.hint, columns), _cut(self.codes, columns))
+
 
 def no_slot_hints(
     num_tokens: int,
@@ -141,3 +150,16 @@ def _split(rows: HintRows | None, sizes: Sequence[int]) -> list[HintRows] | list
         replace(rows, payload=payload, scale_bytes=scale_bytes, has_hint=has_hint)
         for payload, scale_bytes, has_hint in zip(*parts, strict=True)
     ]
+
+
+def _cut(rows: HintRows | None, columns: range) -> HintRows | None:
+    if rows is None:
+        return None
+    num_bytes, num_blocks = rows.payload.shape[-1], rows.scale_bytes.shape[-1]
+    block_bytes, block_size = num_bytes // num_blocks, num_bytes * 8 // rows.num_bits // num_blocks
+    first, last = columns.start // block_size, columns.stop // block_size
+    return replace(
+        rows,
+        payload=rows.payload[:, first * block_bytes : last * block_bytes].contiguous(),
+        scale_bytes=rows.scale_bytes[:, first:last].contiguous(),
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +46,7 @@ class QuantisedWeight:
         global_scale: FP32 0-d.
         values: BF16, shape of the matrix; the dequantised operand.
         rule: How it was quantised.
+        amax: FP32 0-d; that of the whole matrix if this is a shard.
     """
 
     source_bits: torch.Tensor
@@ -53,10 +55,36 @@ class QuantisedWeight:
     global_scale: torch.Tensor
     values: torch.Tensor
     rule: WeightRule
+    amax: torch.Tensor | None = None
 
 
 @torch.no_grad()
-def quantise_weight(weight: torch.Tensor, rule: WeightRule) -> QuantisedWeight:
+def shared_amax(
+    weights: Sequence[torch.Tensor], group: dist.ProcessGroup
+) -> list[torch.Tensor | None]:
+    """Gives the amax of matrices of which every rank of a group has a shard; one collective.
+
+    Which matrices changed is each rank's own finding, so that asking only for those would leave
+    ranks waiting for others: every forward asks for all of a layer.
+
+    Args:
+        weights: float; this rank's shards, in the same order on all ranks.
+        group: The ranks.
+
+    Returns:
+        FP32 0-d each, of the BF16 values; None if the group is one rank.
+    """
+    if group.size() == 1:
+        return [None] * len(weights)
+    amax = torch.stack([w.detach().to(torch.bfloat16).abs().amax().float() for w in weights])
+    dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=group)
+    return list(amax.unbind())
+
+
+@torch.no_grad()
+def quantise_weight(
+    weight: torch.Tensor, rule: WeightRule, amax: torch.Tensor | None = None
+) -> QuantisedWeight:
     """Quantises one expert matrix: 1x16 blocks, rounding to nearest, one global scale.
 
     The BF16 weight is quantised, whatever the trainer computes in, because that is what the engine
@@ -65,9 +93,11 @@ def quantise_weight(weight: torch.Tensor, rule: WeightRule) -> QuantisedWeight:
     Args:
         weight: float [rows, K].
         rule: How the engine quantises weights.
+        amax: FP32 0-d; that of the whole matrix if this is a shard, see `shared_amax`.
     """
     source = weight.detach().to(torch.bfloat16)
-    global_scale = global_scale_from_amax(source.abs().amax(), rule.power_of_two_scales)
+    whole_amax = source.abs().amax() if amax is None else amax
+    global_scale = global_scale_from_amax(whole_amax, rule.power_of_two_scales)
     codes, scale_bytes = encode(source, global_scale)
     return QuantisedWeight(
         source_bits=source.clone().view(torch.int16),
@@ -76,6 +106,7 @@ def quantise_weight(weight: torch.Tensor, rule: WeightRule) -> QuantisedWeight:
         global_scale=global_scale,
         values=decode(codes, scale_bytes, global_scale, rule.operand_dtype),
         rule=rule,
+        amax=amax,
     )
 
 
@@ -90,31 +121,41 @@ class ExpertWeight:
     def __init__(self) -> None:
         self._quantised: QuantisedWeight | None = None
 
-    def current(self, weight: torch.Tensor, rule: WeightRule) -> tuple[QuantisedWeight, bool]:
-        """Gives the quantised weight and whether it had to be quantised now."""
+    def current(
+        self, weight: torch.Tensor, rule: WeightRule, amax: torch.Tensor | None = None
+    ) -> tuple[QuantisedWeight, bool]:
+        """Gives the quantised weight and whether it had to be quantised now.
+
+        Args:
+            weight: float [rows, K].
+            rule: How the engine quantises weights.
+            amax: FP32 0-d; that of the whole matrix if this is a shard.
+        """
         known = self._quantised
         if (
             known is not None
             and known.rule == rule
+            and _equal(known.amax, amax)
             and known.source_bits.device == weight.device
             and torch.equal(known.source_bits, weight.detach().to(torch.bfloat16).view(torch.int16))
         ):
             return known, False
-        self._quantised = quantise_weight(weight, rule)
+        self._quantised = quantise_weight(weight, rule, amax)
         return self._quantised, True
 
 
 def expert_weight_digest(model: HybridModel, sites: TraceSites) -> str:
     """Gives the digest of the quantised expert weights; equal to the engine's after a push.
 
-    A collective over the expert-parallel group: every rank of it must call.
+    A collective over the expert-parallel and expert-tensor-parallel groups: all ranks must call.
+    The shards of a split matrix are gathered, one matrix after another.
 
     Args:
         model: The trainer model.
         sites: Its `TraceSites`; the method must be qat or trace.
 
     Returns:
-        32 hexadecimal digits, equal on all ranks and for every expert-parallel size.
+        32 hexadecimal digits, equal on all ranks and for every size of these groups.
 
     Raises:
         ValueError: The method quantises no weights, or the model has no routed experts.
@@ -133,20 +174,49 @@ def expert_weight_digest(model: HybridModel, sites: TraceSites) -> str:
         if layer.moe is None:
             continue
         group = layer.moe.ep_group
-        for expert, matrix, module in named_expert_linears(layer):
-            linear: Any = module
-            weight, _ = linear.place.weight.current(linear.weight, sites.weight_rule)
+        linears: list[Any] = list(named_expert_linears(layer))
+        experts: Any = layer.moe.experts
+        etp_group = experts.tp_group
+        amax = shared_amax([linear.weight for _, _, linear in linears], etp_group)
+        for (expert, matrix, linear), whole_amax in zip(linears, amax, strict=True):
+            weight, _ = linear.place.weight.current(linear.weight, sites.weight_rule, whole_amax)
+            gated = matrix == "fc1" and model.config.gated_linear_unit
+            packed_codes, scale_bytes = (
+                _whole_matrix(part, matrix, etp_group, gated=gated)
+                for part in (weight.packed_codes, weight.scale_bytes)
+            )
             total += matrix_digest(
-                layer.index,
-                expert,
-                matrix,
-                weight.packed_codes,
-                weight.scale_bytes,
-                weight.global_scale,
+                layer.index, expert, matrix, packed_codes, scale_bytes, weight.global_scale
             )
     if group is not None and group.size() > 1:
         total = _sum_over_ranks(total, group)
     return combine_digests([total])
+
+
+def _whole_matrix(
+    shard: torch.Tensor, matrix: str, group: dist.ProcessGroup, *, gated: bool
+) -> torch.Tensor:
+    """Gives codes or block scales of a matrix of which every rank has rows (fc1) or columns (fc2).
+
+    A rank's rows of a gated fc1 are its part of the gate, then its part of up.
+    """
+    if group.size() == 1:
+        return shard
+    shards = [torch.empty_like(shard) for _ in range(group.size())]
+    dist.all_gather(shards, shard, group=group)
+    if matrix == "fc2":
+        return torch.cat(shards, dim=1)
+    if gated:
+        shards = [
+            half for halves in zip(*(s.chunk(2) for s in shards), strict=True) for half in halves
+        ]
+    return torch.cat(shards)
+
+
+def _equal(first: torch.Tensor | None, second: torch.Tensor | None) -> bool:
+    if first is None or second is None:
+        return first is second
+    return torch.equal(first, second)
 
 
 def _sum_over_ranks(value: int, group: dist.ProcessGroup) -> int:

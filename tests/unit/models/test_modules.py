@@ -55,7 +55,7 @@ def test_packed_sequences_attend_only_within_themselves():
     torch.testing.assert_close(together, torch.cat(alone), atol=1e-6, rtol=0)  # Measured: 0.
 
 
-@pytest.mark.parametrize("overrides", [{"attention_dropout": 0.1}, {"context_parallel_size": 2}])
+@pytest.mark.parametrize("overrides", [{"attention_dropout": 0.1}])
 def test_attention_names_what_it_does_not_support(overrides):
     with pytest.raises(ValueError, match=next(iter(overrides))):
         _attention(**overrides)

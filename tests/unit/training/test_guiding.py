@@ -247,7 +247,7 @@ def test_other_tokens_than_the_micro_batchs_are_refused(build, rollout):
     micro_batch = make_micro_batch(rolled.samples, rolled.store, sites)
     tokens = torch.zeros(4, 6, dtype=torch.int64)
     with (
-        pytest.raises(ValueError, match="got 24 rows, but the micro-batch in force has 40"),
+        pytest.raises(ValueError, match="got 24 rows, but this rank has 40 of the micro-batch"),
         sites.micro_batch(micro_batch),
     ):
         model(tokens, tokens, None)

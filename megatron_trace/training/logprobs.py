@@ -1,0 +1,67 @@
+"""Log-probabilities of next tokens from logits that ranks have in parts.
+
+Tensor-parallel ranks have parts of the vocabulary, context-parallel ranks some positions.
+
+Legend: S positions of a sample, P of them on this context-parallel rank, B samples, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+
+from megatron_trace.hints.sharding import cp_positions
+
+
+def target_logprobs(
+    logits: torch.Tensor, targets: torch.Tensor, groups: ProcessGroupCollection
+) -> torch.Tensor:
+    """Gives the log-probability of a token at every position.
+
+    Args:
+        logits: float [B, P, V / tp].
+        targets: int64 [B, P].
+        groups: The model's; `tp` splits the vocabulary.
+
+    Returns:
+        FP32 [B, P], equal on all tensor-parallel ranks.
+    """
+    if groups.tp.size() > 1:
+        # It writes into what it is given.
+        parts = logits.float().clone() if logits.dtype == torch.float32 else logits.float()
+        return -vocab_parallel_cross_entropy(parts, targets, tp_group=groups.tp)
+    logprobs = logits.float().log_softmax(-1)
+    return logprobs.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+
+
+def whole_samples(values: torch.Tensor, groups: ProcessGroupCollection) -> torch.Tensor:
+    """Gives what all context-parallel ranks have of some samples, in the order of positions.
+
+    Every rank gets the same, and may compute the same loss from it, also one that needs whole
+    sequences. Backward gives a rank the gradient of its own positions: as always under Megatron's
+    DDP, which averages over the data- and context-parallel ranks, a loss is to be multiplied by
+    their number (Megatron's schedules do it for the context-parallel ones).
+
+    Args:
+        values: [B, P] of this rank.
+        groups: The model's; `cp` splits the positions.
+
+    Returns:
+        [B, S].
+    """
+    size = groups.cp.size()
+    if size == 1:
+        return values
+    gathered = gather_from_sequence_parallel_region(
+        values.t().contiguous(), tensor_parallel_output_grad=False, group=groups.cp
+    )
+    num_positions = gathered.shape[0]
+    arrived = [
+        position
+        for rank in range(size)
+        for part in cp_positions(num_positions, size, rank)
+        for position in part
+    ]
+    return gathered[torch.tensor(arrived, device=values.device).argsort()].t()
