@@ -16,7 +16,7 @@ ALLOWED = {
     "formats": set(),
     "hints": {"formats"},
     "metrics": {"formats", "hints"},
-    "models": {"formats", "config", "compat"},
+    "models": {"formats", "hints", "config", "compat"},
     "rollout": LEVEL_2,
     "training": LEVEL_2,
     "rl": LEVEL_2 | {"rollout", "training"},
