@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from megatron_trace.config import NumberFormatName
-from megatron_trace.hints.types import Site
 
 CellMethod = Literal["bf16", "qat", "trace", "w4a16"]
 ALL_SITES = ("fc1", "fc2", "k", "v")
@@ -152,7 +151,7 @@ def all_cells() -> list[Cell]:
     return cells
 
 
-def cells_for(sites: Sequence[Site], *, short: bool) -> list[Cell]:
+def cells_for(sites: Sequence[str], *, short: bool) -> list[Cell]:
     """Gives the cells that make sense for a model.
 
     Args:
@@ -160,14 +159,13 @@ def cells_for(sites: Sequence[Site], *, short: bool) -> list[Cell]:
             then are the same the first is kept.
         short: Whether only the questions of a slow model are asked.
     """
-    known = {str(site) for site in sites}
     kept: dict[Cell, Cell] = {}
     for cell in all_cells():
         if short and not _is_short(cell):
             continue
-        present = tuple(site for site in cell.sites if site in known)
+        present = tuple(site for site in cell.sites if site in sites)
         needs_experts = cell.method == "w4a16" or not cell.replay_routing
-        if not present or (needs_experts and "fc1" not in known):
+        if not present or (needs_experts and "fc1" not in sites):
             continue
         cell = dataclasses.replace(cell, sites=present)
         kept.setdefault(dataclasses.replace(cell, name=cell.question), cell)

@@ -94,7 +94,7 @@ def rows_of(
             "first": len(sample.prompt_tokens),
             "deltas": [float(f"{delta:.3g}") for delta in deltas.tolist()],
         }
-        rows.append(row | scores.counts[sample.sample_id])
+        rows.append({**row, **scores.counts[sample.sample_id]})
     return rows
 
 

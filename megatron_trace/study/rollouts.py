@@ -15,15 +15,24 @@ from typing import Any
 import torch
 
 from megatron_trace.config import TraceConfig
-from megatron_trace.hints.codec import encode_packed_hint
+from megatron_trace.hints.codec import decode_codes, encode_packed_hint
 from megatron_trace.hints.store import HintStore, RecordKind
-from megatron_trace.hints.types import HintKey, QuantizerSettings, RolloutSample, Site, SiteHint
+from megatron_trace.hints.types import (
+    HintKey,
+    QuantizerSettings,
+    RolloutSample,
+    Site,
+    SiteHint,
+    stored_bits,
+)
 from megatron_trace.rollout.engine import RolloutEngine
 from megatron_trace.rollout.sampling import SamplingSettings
 from megatron_trace.study.cells import ALL_SITES, Cell, EngineSetting
 from megatron_trace.study.model import StudyModel
 
 Place = tuple[int, Site]
+# Fields of a record of full codes that a file keeps; the key follows from the sample.
+RECORD_FIELDS = ("num_bits", "payload", "scale_bytes", "global_scale", "number_format")
 
 
 @dataclass(frozen=True, eq=False)
@@ -162,7 +171,13 @@ def derived_store(rollouts: RolloutSet, cell: Cell) -> HintStore:
             payload, scale_bytes = _damaged(codes, other[place], cell.damage)
             store.put(
                 encode_packed_hint(
-                    codes.key, payload, scale_bytes, codes.global_scale, cell.bits, cell.scale_form
+                    codes.key,
+                    payload,
+                    scale_bytes,
+                    codes.global_scale,
+                    stored_bits(codes.format, cell.bits),
+                    cell.scale_form,
+                    codes.format,
                 )
             )
             store.put(codes, RecordKind.CODES)
@@ -185,6 +200,32 @@ def _damaged(codes: SiteHint, other: SiteHint, damage: str) -> tuple[torch.Tenso
     raise ValueError(f"damage must be one of those of Cell.damage; got {damage!r}")
 
 
+def code_differences(
+    codes: Mapping[Place, SiteHint], others: Mapping[Place, SiteHint]
+) -> dict[str, dict[str, int]]:
+    """Gives how often two records of a sample have other codes and block scales, by site.
+
+    The counts have the names of `CodeMismatch`.
+    """
+    found: dict[str, dict[str, int]] = {}
+    for (layer, site), hint in codes.items():
+        mine, theirs = (decode_codes(part) for part in (hint, others[layer, site]))
+        sign = hint.format.element.sign_code
+        nonzero = ((mine | theirs) & (sign - 1)) != 0
+        counts = {
+            "values": mine.numel(),
+            "rtn_different": int(((mine != theirs) & nonzero).sum()),
+            "blocks": hint.scale_bytes.numel(),
+            "scale_bytes_different": int(
+                (hint.scale_bytes != others[layer, site].scale_bytes).sum()
+            ),
+        }
+        known = found.setdefault(str(site), dict.fromkeys(counts, 0))
+        for name, count in counts.items():
+            known[name] += count
+    return found
+
+
 # Files.
 
 
@@ -199,7 +240,7 @@ def save(rollouts: RolloutSet, path: Path, identity: Mapping[str, Any]) -> None:
     fields = [vars(sample) for sample in rollouts.samples]
     codes = {
         sample_id: {
-            (layer, str(site)): (hint.payload, hint.scale_bytes, hint.global_scale)
+            (layer, str(site)): {name: getattr(hint, name) for name in RECORD_FIELDS}
             for (layer, site), hint in places.items()
         }
         for sample_id, places in rollouts.codes.items()
@@ -238,12 +279,8 @@ def load(path: Path, identity: Mapping[str, Any]) -> RolloutSet:
     codes: dict[str, dict[Place, SiteHint]] = {}
     for sample in samples:
         codes[sample.sample_id] = {
-            (layer, Site(site)): SiteHint(
-                _key(sample, (layer, Site(site))), 4, payload, scale_bytes, global_scale
-            )
-            for (layer, site), (payload, scale_bytes, global_scale) in state["codes"]
-            .get(sample.sample_id, {})
-            .items()
+            (layer, Site(site)): SiteHint(key=_key(sample, (layer, Site(site))), **fields)
+            for (layer, site), fields in state["codes"].get(sample.sample_id, {}).items()
         }
     settings = None
     if state["settings"] is not None:

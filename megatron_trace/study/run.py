@@ -1,0 +1,268 @@
+"""Runs a study: rollout sets once, then every missing cell, each result in a file at once."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_trace.models.hybrid import pattern_sites
+from megatron_trace.rollout.engine import RolloutEngine
+from megatron_trace.study import rollouts as rollout_sets
+from megatron_trace.study.aging import aged_weights, weight_change
+from megatron_trace.study.cells import ALL_SITES, ENGINES, LAGS, Cell, cells_for
+from megatron_trace.study.gradients import ChunkGradients, chunk_gradients, gradient_rows
+from megatron_trace.study.measure import Scores, rows_of, score, store_for
+from megatron_trace.study.model import StudyModel
+from megatron_trace.study.results import CellResult, ResultFolder, Row, StudyResult
+from megatron_trace.study.rollouts import RolloutSet, build_engine
+from megatron_trace.study.trainer import build_trainer
+
+# Raise it when rows of earlier versions must not be taken for those of this one.
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class StudySettings:
+    """Size of a study.
+
+    Attributes:
+        name: `cpu` or `h200`.
+        num_samples: Samples of every rollout set.
+        max_new_tokens: Longest response.
+        short: Whether only the questions of a slow model are asked.
+    """
+
+    name: str
+    num_samples: int
+    max_new_tokens: int
+    short: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Aged:
+    """A policy some steps after the rollout's.
+
+    Attributes:
+        weights: Its parameters.
+        rollouts: The rollout's samples as its engine reads them, with fresh codes.
+        reference: By sample, the log-probs of its trainer under fresh full codes.
+    """
+
+    weights: Mapping[str, torch.Tensor]
+    rollouts: RolloutSet
+    reference: Mapping[str, torch.Tensor]
+
+
+class Study:
+    """One model in one setting.
+
+    Args:
+        model: The model.
+        settings: Size of the study.
+        work: Folder that keeps rollouts and results between starts.
+        header: What the report says of machine and versions.
+        say: Gets a line of progress for every cell.
+    """
+
+    def __init__(
+        self,
+        model: StudyModel,
+        settings: StudySettings,
+        work: Path,
+        *,
+        header: Mapping[str, Any],
+        say: Callable[[str], None],
+    ) -> None:
+        self.model = model
+        self.settings = settings
+        self.header = header
+        self._say = say
+        self._folder = work / f"{model.name}-{settings.name}"
+        self._rollouts: dict[str, RolloutSet] = {}
+        self._aged: dict[tuple[float, int], Aged] = {}
+        device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+        self.identity = {
+            "version": VERSION,
+            "weights": weights_digest(model.weights),
+            "settings": asdict(settings),
+            "device": device,
+        }
+        self._results = ResultFolder(self._folder / "cells", self.identity)
+
+    @property
+    def cells(self) -> list[Cell]:
+        """The cells of this model and setting."""
+        return cells_for(self.model_sites, short=self.settings.short)
+
+    def run(self, only: Sequence[str] = ()) -> StudyResult:
+        """Computes every missing cell.
+
+        Args:
+            only: Questions to ask; all if empty.
+        """
+        found: dict[str, CellResult] = {}
+        cells = [cell for cell in self.cells if not only or cell.question in only]
+        for number, cell in enumerate(cells, start=1):
+            result = self._results.read(cell)
+            if result is None:
+                started = time.perf_counter()
+                rows, facts = self.measure(cell)
+                seconds = time.perf_counter() - started
+                result = self._results.write(cell, rows, seconds=seconds, facts=facts)
+                self._say(f"{number}/{len(cells)} {cell.name}: {seconds:.1f} s")
+            found[cell.name] = result
+        header = {
+            **self.header,
+            "identity": self.identity,
+            "model": self.model.name,
+            "setting": self.settings.name,
+            "pattern": self.model.pattern,
+            "model_facts": dict(self.model.facts),
+            "rollouts": {
+                name: _facts_of(self.rollouts(name))
+                for name in sorted({cell.engine for cell in cells})
+            },
+        }
+        return StudyResult(header, found)
+
+    def measure(self, cell: Cell) -> tuple[list[Row], dict[str, Any]]:
+        """Gives the rows of a cell, and what is true of it as a whole."""
+        if cell.gradient:
+            return gradient_rows(cell.name, self._gradients(cell), self._reference_gradients), {}
+        if cell.lag:
+            return self._measure_aged(cell)
+        if cell.fresh:
+            return self._measure_prefill(cell), {}
+        rollouts = self.rollouts(cell.engine)
+        return rows_of(cell, rollouts, self._score(cell, rollouts, self.model.weights)), {}
+
+    def rollouts(self, engine: str) -> RolloutSet:
+        """Gives the rollout set of an engine setting; generates it if the folder lacks it."""
+        if engine not in self._rollouts:
+            setting = ENGINES[engine]
+            path = self._folder / f"rollouts-{engine}.pt"
+            identity = self.identity | {"engine": asdict(setting)}
+            if path.exists():
+                self._rollouts[engine] = rollout_sets.load(path, identity)
+            else:
+                started = time.perf_counter()
+                made = rollout_sets.roll_out(
+                    self.model,
+                    setting,
+                    num_samples=self.settings.num_samples,
+                    max_new_tokens=self.settings.max_new_tokens,
+                )
+                rollout_sets.save(made, path, identity)
+                self._rollouts[engine] = made
+                self._say(f"rollouts {engine}: {time.perf_counter() - started:.1f} s")
+        return self._rollouts[engine]
+
+    def _score(
+        self, cell: Cell, rollouts: RolloutSet, weights: Mapping[str, torch.Tensor]
+    ) -> Scores:
+        settings = rollouts.settings
+        trainer, sites = build_trainer(self.model, cell, ENGINES[cell.engine], settings, weights)
+        return score(trainer, sites, rollouts, store_for(rollouts, cell))
+
+    # The policy gradient.
+
+    @cached_property
+    def _reference_gradients(self) -> ChunkGradients:
+        return self._gradients(self._full_codes("gradient/reference", gradient=True))
+
+    def _gradients(self, cell: Cell) -> ChunkGradients:
+        rollouts = self.rollouts(cell.engine)
+        trainer, sites = build_trainer(
+            self.model, cell, ENGINES[cell.engine], rollouts.settings, self.model.weights
+        )
+        return chunk_gradients(trainer, sites, rollouts.samples, store_for(rollouts, cell))
+
+    def _full_codes(self, name: str, **fields: Any) -> Cell:
+        return Cell(name, bits=4, guard=False, sites=self.model_sites, **fields)
+
+    @property
+    def model_sites(self) -> tuple[str, ...]:
+        """Sites that the model has, in the order of `ALL_SITES`."""
+        present = {str(site) for site in pattern_sites(self.model.pattern)}
+        return tuple(site for site in ALL_SITES if site in present)
+
+    # Policies that have moved on, and the engine against itself.
+
+    @cached_property
+    def _engine(self) -> RolloutEngine:
+        engine = build_engine(self.model, ENGINES["fp4"])
+        settings = self.rollouts("fp4").settings
+        assert settings is not None, "the engine fp4 quantises"
+        engine.use_settings(settings)
+        return engine
+
+    def _read_again(self, weights: Mapping[str, torch.Tensor], version: int) -> RolloutSet:
+        rollouts = self.rollouts("fp4")
+        self._engine.push_weights(weights, version)
+        samples, codes = rollout_sets.rescored(
+            self._engine, rollouts.samples, policy_version=version
+        )
+        return RolloutSet(samples, codes, rollouts.settings)
+
+    def _measure_prefill(self, cell: Cell) -> list[Row]:
+        """Compares the codes of decoding with those of reading the same tokens as a prompt."""
+        decoded = self.rollouts("fp4")
+        read = self._read_again(self.model.weights, 0)
+        rows = rows_of(cell, decoded, self._score(cell, read, self.model.weights))
+        for row in rows:
+            row["codes"] = rollout_sets.code_differences(
+                decoded.codes[row["sample"]], read.codes[row["sample"]]
+            )
+        return rows
+
+    def _measure_aged(self, cell: Cell) -> tuple[list[Row], dict[str, Any]]:
+        aged = self._policy(cell.lag_rate, cell.lag)
+        rollouts = aged.rollouts if cell.fresh else self.rollouts(cell.engine)
+        scores = self._score(cell, rollouts, aged.weights)
+        rows = rows_of(cell, rollouts, scores, aged.reference)
+        if cell.fresh:
+            old = {sample.sample_id: sample.logprobs for sample in rollouts.samples}
+            for row in rows:
+                drift = aged.reference[row["sample"]] - old[row["sample"]]
+                row["drift"] = [float(f"{delta:.3g}") for delta in drift.tolist()]
+        return rows, {"weight_change": weight_change(aged.weights, self.model.weights)}
+
+    def _policy(self, rate: float, steps: int) -> Aged:
+        if (rate, steps) not in self._aged:
+            wanted = [number for lag_rate, number in LAGS if lag_rate == rate]
+            all_weights = aged_weights(
+                self.model, self.rollouts("fp4"), learning_rate=rate, steps=wanted
+            )
+            for number, weights in all_weights.items():
+                read = self._read_again(weights, number)
+                reference = self._score(self._full_codes("lag/reference"), read, weights)
+                self._aged[rate, number] = Aged(weights, read, reference.logprobs)
+        return self._aged[rate, steps]
+
+
+def weights_digest(weights: Mapping[str, torch.Tensor]) -> str:
+    """Gives 16 hexadecimal digits of all weights."""
+    digest = hashlib.sha256()
+    for name, value in sorted(weights.items()):
+        digest.update(f"{name}/{tuple(value.shape)}/{value.dtype}/".encode())
+        digest.update(value.detach().cpu().contiguous().view(torch.uint8).numpy())
+    return digest.hexdigest()[:16]
+
+
+def _facts_of(rollouts: RolloutSet) -> dict[str, Any]:
+    samples = rollouts.samples
+    return {
+        "samples": len(samples),
+        "response_tokens": sum(len(sample.response_tokens) for sample in samples),
+        "forwarded_tokens": sum(sample.num_rows for sample in samples),
+        "longest": max(len(sample.tokens) for sample in samples),
+        "finished": sum(sample.finish_reason == "stop" for sample in samples),
+        "mean_logprob": float(torch.cat([sample.logprobs for sample in samples]).mean()),
+    }
