@@ -186,7 +186,7 @@ def build_hybrid_model(
     pre_process: bool = True,
     post_process: bool = True,
 ) -> HybridModel:
-    """Builds a HybridModel of attention, MLP and MoE layers from Megatron's local modules.
+    """Builds a HybridModel of attention, MLP and MoE layers on this process's device.
 
     Args:
         config: Model configuration; `num_layers` counts pattern positions.
@@ -235,7 +235,8 @@ def build_hybrid_model(
         pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
     )
     forget_global_replay_instances(model)
-    return model
+    # `use_cpu_initialization` gives the same weights on every machine, but leaves them on the CPU.
+    return model.to(torch.cuda.current_device())
 
 
 def decoder_layer_indices(pattern: str) -> list[int]:

@@ -68,7 +68,7 @@ def warm_start(
             raise ValueError(
                 f"the warm start trains in FP32; parameter {name} is {parameter.dtype}"
             )
-    tokens, answer_mask = supervised_batch(items, tokenizer)
+    tokens, answer_mask = _on_device_of(model, *supervised_batch(items, tokenizer))
     optimizer = torch.optim.AdamW(
         model.parameters(),
         lr=settings.learning_rate,
@@ -86,7 +86,7 @@ def warm_start(
     for step in bar:
         for group in optimizer.param_groups:
             group["lr"] = settings.learning_rate * _schedule(step, settings)
-        rows = next(order)
+        rows = next(order).to(tokens.device)
         loss = _loss(model, tokens[rows], answer_mask[rows])
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
@@ -133,13 +133,18 @@ def answer_accuracy(
     model: HybridModel, items: Sequence[TaskItem], tokenizer: CharTokenizer
 ) -> float:
     """Gives the share of items whose answer the model would write greedily, to the letter."""
-    tokens, answer_mask = supervised_batch(items, tokenizer)
+    tokens, answer_mask = _on_device_of(model, *supervised_batch(items, tokenizer))
     was_training = model.training
     model.eval()
     predicted = _logits(model, tokens).argmax(dim=-1)
     model.train(was_training)
     right = (predicted == tokens[:, 1:]) | ~answer_mask
     return right.all(dim=1).float().mean().item()
+
+
+def _on_device_of(model: HybridModel, *tensors: torch.Tensor) -> list[torch.Tensor]:
+    device = next(model.parameters()).device
+    return [tensor.to(device) for tensor in tensors]
 
 
 def _loss(model: HybridModel, tokens: torch.Tensor, answer_mask: torch.Tensor) -> torch.Tensor:
@@ -149,8 +154,9 @@ def _loss(model: HybridModel, tokens: torch.Tensor, answer_mask: torch.Tensor) -
 
 def _logits(model: HybridModel, tokens: torch.Tensor) -> torch.Tensor:
     num_samples, num_positions = tokens.shape[0], tokens.shape[1] - 1
-    positions = torch.arange(num_positions).expand(num_samples, -1)
-    return model(tokens[:, :-1], positions, causal_mask(num_positions))
+    positions = torch.arange(num_positions, device=tokens.device).expand(num_samples, -1)
+    mask = causal_mask(num_positions).to(tokens.device)
+    return model(tokens[:, :-1], positions, mask)
 
 
 def _schedule(step: int, settings: WarmStartSettings) -> float:

@@ -18,7 +18,7 @@ from megatron_trace.models.hybrid import causal_mask, decoder_layers, pattern_si
 from megatron_trace.rollout.kv_cache import kv_bytes_per_token
 from megatron_trace.rollout.model import build_engine_model
 from megatron_trace.rollout.moe import EngineMoELayer
-from megatron_trace.rollout.prompts import require_usable
+from megatron_trace.rollout.prompts import require_tokens, require_usable
 from megatron_trace.rollout.quantize import (
     calibrated_scales,
     collect_amax,
@@ -152,12 +152,13 @@ class RolloutEngine:
         Raises:
             RuntimeError: No unquantised weights are loaded, a site saw no data, or an activation
                 is NaN or Inf.
-            ValueError: The method quantises nothing.
+            ValueError: The method quantises nothing, or a token is outside the vocabulary.
         """
         self._require_quantising("calibrate")
         if not self._has_plain_weights:
             raise RuntimeError("calibrate needs unquantised weights; call load_weights before it")
         batches = list(token_batches)
+        require_tokens(batches, self.model.vocab_size)
 
         @torch.no_grad()
         def forward_loop(model: HybridModel) -> None:

@@ -62,7 +62,7 @@ def build_engine_model(
         rotary_percent=rotary_percent,
         rotary_base=rotary_base,
     )
-    return model.to(torch.cuda.current_device()).eval().requires_grad_(False)
+    return model.eval().requires_grad_(False)
 
 
 def _require_one_rank(config: TransformerConfig) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
+
+import torch
 
 
 def require_usable(
@@ -52,4 +54,22 @@ def require_usable(
             raise ValueError(
                 f"sample {sample_id}: tokens must lie in 0 to {vocab_size - 1}; the prompt has "
                 f"{min(prompt)} to {max(prompt)}"
+            )
+
+
+def require_tokens(batches: Iterable[torch.Tensor], vocab_size: int) -> None:
+    """Checks tokens before a model sees them: on a GPU a foreign one would end the process.
+
+    Args:
+        batches: integer [B, S] each.
+        vocab_size: Rows of the embedding.
+
+    Raises:
+        ValueError: A token is outside the vocabulary.
+    """
+    for number, batch in enumerate(batches):
+        if batch.numel() and not 0 <= int(batch.min()) <= int(batch.max()) < vocab_size:
+            raise ValueError(
+                f"batch {number}: tokens must lie in 0 to {vocab_size - 1}; got {int(batch.min())} "
+                f"to {int(batch.max())}"
             )

@@ -93,7 +93,7 @@ def run_rank(function: Callable[..., Any], folder: str, rank: int, world_size: i
     store = Path(folder) / "store"
     if parallel is None:
         torch.manual_seed(seed)
-        join_gloo(store, rank=rank, world_size=world_size)
+        join_group(store, rank=rank, world_size=world_size)
     else:
         # Only here: Megatron takes seconds to import.
         from megatron_trace.testing.single_process import init_rank
@@ -105,10 +105,14 @@ def run_rank(function: Callable[..., Any], folder: str, rank: int, world_size: i
     dist.destroy_process_group()
 
 
-def join_gloo(store: Path, *, rank: int, world_size: int) -> None:
-    """Joins the gloo group of a file store that is fresh for it."""
+def join_group(store: Path, *, rank: int, world_size: int) -> None:
+    """Joins the group of a file store that is fresh for it: gloo, and NCCL with a GPU per rank."""
     file_store = dist.FileStore(str(store), world_size)  # pyright: ignore[reportPrivateImportUsage]
-    dist.init_process_group("gloo", store=file_store, rank=rank, world_size=world_size)
+    backend = "gloo"
+    if torch.cuda.is_available() and world_size <= torch.cuda.device_count():
+        torch.cuda.set_device(rank)
+        backend = "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backend, store=file_store, rank=rank, world_size=world_size)
 
 
 def _start(

@@ -16,12 +16,12 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnBackend
 
-from megatron_trace.testing.ranks import join_gloo
+from megatron_trace.testing.ranks import join_group
 
 
 @contextlib.contextmanager
 def single_process(*, seed: int) -> Iterator[None]:
-    """Initialises torch.distributed (gloo, file store) and Megatron for one rank.
+    """Initialises torch.distributed (file store) and Megatron for one rank.
 
     Args:
         seed: Seed of torch and of Megatron's model-parallel random states.
@@ -36,7 +36,7 @@ def single_process(*, seed: int) -> Iterator[None]:
 
 
 def init_rank(store: Path, *, rank: int, world_size: int, seed: int, **parallel: Any) -> None:
-    """Joins a gloo group through a file store and initialises Megatron's parallel state.
+    """Joins a group through a file store and initialises Megatron's parallel state.
 
     Args:
         store: Path of the file store, fresh for each group.
@@ -45,7 +45,7 @@ def init_rank(store: Path, *, rank: int, world_size: int, seed: int, **parallel:
         seed: Seed of torch and of Megatron's model-parallel random states.
         **parallel: Sizes for `initialize_model_parallel`, such as expert_model_parallel_size=2.
     """
-    join_gloo(store, rank=rank, world_size=world_size)
+    join_group(store, rank=rank, world_size=world_size)
     parallel_state.initialize_model_parallel(**parallel)
     model_parallel_cuda_manual_seed(seed, inference_rng_tracker=True, force_reset_rng=True)
     torch.manual_seed(seed)

@@ -23,7 +23,7 @@ EOD_TOKEN = 15
 def tiny_weights(
     seed: int, *, pattern: str = "*E*E", config: Mapping[str, Any] | None = None
 ) -> dict[str, torch.Tensor]:
-    """Gives FP32 parameters as a trainer has them: no norm weight is 1, no bias of scale is 0."""
+    """Gives FP32 parameters as a trainer has them, on the CPU: no norm weight is 1."""
     torch.manual_seed(seed)
     model = build_hybrid_model(
         tiny_moe_config(pattern, init_method_std=0.06, **config or {}),
@@ -34,7 +34,7 @@ def tiny_weights(
     )
     generator = torch.Generator().manual_seed(seed)
     return {
-        name: parameter.detach() + 0.01 * torch.randn(parameter.shape, generator=generator)
+        name: parameter.detach().cpu() + 0.01 * torch.randn(parameter.shape, generator=generator)
         for name, parameter in model.named_parameters()
     }
 

@@ -86,7 +86,7 @@ def test_27_recomputation_replays_the_same_routes_and_codes(method, options, rec
 
 def test_27_recomputation_without_any_micro_batch_works_as_in_the_plain_model():
     model, _ = tiny_trainer("bf16", config=RECOMPUTATION["full"])
-    tokens = torch.arange(8)[None] % VOCAB_SIZE
+    tokens = torch.arange(8, device=torch.cuda.current_device())[None] % VOCAB_SIZE
     model(tokens, tokens, None).sum().backward()
     assert all(p.grad is not None for n, p in model.named_parameters() if "experts" not in n)
 
@@ -113,7 +113,7 @@ def test_30_replay_off_leaves_no_instance_and_no_state():
     before = list(RouterReplay.global_router_replay_instances)
     model, sites = tiny_trainer("bf16", config={"moe_enable_routing_replay": False})
     assert replay_instances(model) == []
-    tokens = torch.arange(8)[None] % VOCAB_SIZE
+    tokens = torch.arange(8, device=torch.cuda.current_device())[None] % VOCAB_SIZE
     model(tokens, tokens, None).sum().backward()
     assert before == RouterReplay.global_router_replay_instances
     assert sites.report().sites == {}
@@ -123,10 +123,10 @@ def test_30_replay_off_leaves_no_instance_and_no_state():
 def test_30_method_bf16_with_replay_built_in_uses_the_routers_own_choice_outside_of_scopes():
     """An entry of the process-global list, as another model's engine leaves it, changes nothing."""
     model, _ = tiny_trainer("bf16")
-    tokens = torch.arange(8)[None] % VOCAB_SIZE
+    tokens = torch.arange(8, device=torch.cuda.current_device())[None] % VOCAB_SIZE
     expected = model(tokens, tokens, None)
     foreign = RouterReplay()
-    foreign.set_target_indices(torch.zeros(8, 4, dtype=torch.int64))
+    foreign.set_target_indices(torch.zeros(8, 4, dtype=torch.int64, device=tokens.device))
     foreign.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
     RouterReplay.set_global_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
     try:

@@ -43,10 +43,11 @@ def _roll_out(engine, shape):
 @torch.no_grad()
 def _full_forward(engine, sample) -> torch.Tensor:
     """Gives FP32 log-probs [len(response), vocabulary] of one forward over the whole sample."""
-    tokens = torch.tensor([sample.tokens[:-1]])
-    positions = torch.arange(tokens.shape[1])[None]
-    logits = engine.model(tokens, positions, causal_mask(tokens.shape[1]))[0]
-    return logits.float().log_softmax(-1)[len(sample.prompt_tokens) - 1 :]
+    device = torch.cuda.current_device()
+    tokens = torch.tensor([sample.tokens[:-1]], device=device)
+    positions = torch.arange(tokens.shape[1], device=device)[None]
+    logits = engine.model(tokens, positions, causal_mask(tokens.shape[1]).to(device))[0]
+    return logits.float().log_softmax(-1)[len(sample.prompt_tokens) - 1 :].cpu()
 
 
 def _gap(engine, samples) -> tuple[torch.Tensor, int]:
@@ -110,7 +111,8 @@ def test_recorded_routing_is_that_of_a_full_forward(engines):
     for sample in samples:
         _full_forward(engine, sample)
         recorded = torch.stack(
-            [replay.get_recorded_indices() for replay in replay_instances(engine.model)], dim=1
+            [replay.get_recorded_indices().cpu() for replay in replay_instances(engine.model)],
+            dim=1,
         )
         assert torch.equal(recorded.sort(-1).values, sample.routing.long().sort(-1).values)
 

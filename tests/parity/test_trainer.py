@@ -242,7 +242,7 @@ def test_a_rollout_of_older_weights_is_guided_and_counted(run, weights, engine, 
     with torch.no_grad():
         for parameter in model.parameters():
             noise = torch.randn(parameter.shape, generator=generator)
-            parameter.add_((1e-3 * noise).to(parameter.dtype))
+            parameter.add_((1e-3 * noise).to(parameter))
     samples, store = rollouts["long"]
     micro_batch = make_micro_batch(samples, store, sites)
     with torch.no_grad(), sites.micro_batch(micro_batch):

@@ -37,8 +37,9 @@ def _model(pattern: str = "*E*E", modules: HybridModules | None = None, **overri
 
 def _logits(model, tokens):
     batch, positions = tokens.shape
-    ids = torch.arange(positions).expand(batch, -1)
-    return model(tokens, ids, causal_mask(positions))
+    tokens = tokens.to(torch.cuda.current_device())
+    ids = torch.arange(positions, device=tokens.device).expand(batch, -1)
+    return model(tokens, ids, causal_mask(positions).to(tokens.device))
 
 
 def test_a_decoder_layer_is_a_mixer_and_the_mlp_after_it():

@@ -109,12 +109,25 @@ def test_calibrating_again_forgets_what_was_seen_before(engine, weights):
 
 def test_calibration_that_fails_can_be_repeated(engine, weights):
     expected = _calibrate(engine, weights, calibration_tokens())
-    with pytest.raises(IndexError):
-        engine.calibrate([*calibration_tokens(), torch.tensor([[99]])])
+
+    def fail_at_the_last_batch(_, args):
+        assert args[0].numel() > 1, "last batch"
+
+    hook = engine.model.register_forward_pre_hook(fail_at_the_last_batch)
+    with pytest.raises(AssertionError, match="last batch"):
+        engine.calibrate([*calibration_tokens(), torch.tensor([[3]])])
+    hook.remove()
     assert engine.settings is None
     assert _calibrate(engine, weights, calibration_tokens()) == expected
     engine.push_weights(weights, 0)
     roll_out(engine, random_prompts(2))
+
+
+def test_tokens_outside_the_vocabulary_are_refused_before_the_model_sees_them(engine, weights):
+    expected = _calibrate(engine, weights, calibration_tokens())
+    with pytest.raises(ValueError, match="batch 2: tokens must lie in 0 to 15; got 3 to 16"):
+        engine.calibrate([*calibration_tokens(), torch.tensor([[3, 16]])])
+    assert engine.settings == expected
 
 
 EMBEDDING = "embedding.word_embeddings.weight"

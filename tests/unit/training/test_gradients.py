@@ -89,7 +89,10 @@ def test_a_moe_layer_has_output_and_gradients_of_the_reference(ready):
     model, sites, micro_batch = ready
     moe = model.decoder.layers[1].mlp
     generator = torch.Generator().manual_seed(3)
-    x, grad = (torch.randn(*micro_batch.valid.shape, 128, generator=generator) for _ in range(2))
+    x, grad = (
+        torch.randn(*micro_batch.valid.shape, 128, generator=generator).to(sites.device)
+        for _ in range(2)
+    )
     ours, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
     router_weight = moe.router.weight.detach().clone().requires_grad_()
     expected, products = _moe_reference(moe, sites, micro_batch, theirs, router_weight)
@@ -115,6 +118,7 @@ def test_attention_has_output_and_gradients_of_the_reference(ready):
     q = torch.randn(*shape[:2], 4, 32, generator=generator)
     k, v = (torch.randn(shape, generator=generator) for _ in range(2))
     grad = torch.randn(*shape[:2], 128, generator=generator)
+    q, k, v, grad = (tensor.to(sites.device) for tensor in (q, k, v, grad))
     ours = [t.clone().requires_grad_() for t in (q, k, v)]
     theirs = [t.clone().requires_grad_() for t in (q, k, v)]
     rounded = [theirs[0]]

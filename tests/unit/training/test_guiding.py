@@ -32,7 +32,8 @@ def _forward(model, sites, micro_batch, **options):
 
 def _values(micro_batch, width=128, seed=1):
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*micro_batch.valid.shape, width, generator=generator)
+    values = torch.randn(*micro_batch.valid.shape, width, generator=generator)
+    return values.to(micro_batch.valid.device)
 
 
 @pytest.mark.parametrize("num_bits", [1, 2, 4])
@@ -142,7 +143,7 @@ def test_saturated_blocks_are_counted(build, rollout):
     rolled = rollout()
     _, sites = _ready(build, rolled)
     micro_batch = make_micro_batch(rolled.samples, rolled.store, sites)
-    x = torch.zeros(*micro_batch.valid.shape, 128)
+    x = torch.zeros(*micro_batch.valid.shape, 128, device=sites.device)
     largest = 6 * 448 * rolled.settings.global_scale(*FC1)
     x[2, 1, 5] = 1.01 * largest
     x[3, 1, 100] = 0.99 * largest
@@ -204,8 +205,8 @@ def test_a_forward_without_settings_is_refused(build, rollout, method):
 
 
 def test_a_forward_without_a_micro_batch_is_refused(build, rollout):
-    model, _ = _ready(build, rollout())
-    tokens = torch.zeros(1, 4, dtype=torch.int64)
+    model, sites = _ready(build, rollout())
+    tokens = torch.zeros(1, 4, dtype=torch.int64, device=sites.device)
     with pytest.raises(RuntimeError, match="no micro-batch is in force at layer 0, site k"):
         model(tokens, tokens, None)
 
@@ -245,7 +246,7 @@ def test_other_tokens_than_the_micro_batchs_are_refused(build, rollout):
     rolled = rollout()
     model, sites = _ready(build, rolled)
     micro_batch = make_micro_batch(rolled.samples, rolled.store, sites)
-    tokens = torch.zeros(4, 6, dtype=torch.int64)
+    tokens = torch.zeros(4, 6, dtype=torch.int64, device=sites.device)
     with (
         pytest.raises(ValueError, match="got 24 rows, but this rank has 40 of the micro-batch"),
         sites.micro_batch(micro_batch),

@@ -26,8 +26,9 @@ def _plain_model(dtype) -> HybridModel:
 
 
 def _forward(model, tokens):
-    positions = torch.arange(tokens.shape[1]).expand_as(tokens)
-    return model(tokens, positions, causal_mask(tokens.shape[1]))
+    tokens = tokens.to(torch.cuda.current_device())
+    positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+    return model(tokens, positions, causal_mask(tokens.shape[1]).to(tokens.device))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -107,7 +108,8 @@ def test_logprobs_are_normalised_at_the_temperature_of_sampling(build, rollout):
     micro_batch = make_micro_batch(rolled.samples, None, sites)
     with torch.no_grad(), sites.micro_batch(micro_batch):
         tokens = micro_batch.tokens
-        logits = model(tokens[:, :-1], micro_batch.positions, causal_mask(tokens.shape[1] - 1))
+        mask = causal_mask(micro_batch.num_positions).to(sites.device)
+        logits = model(tokens[:, :-1], micro_batch.positions, mask)
         got = token_logprobs(model, sites, micro_batch, temperature=0.5)
     expected = (logits / 0.5).log_softmax(-1)[2, 3, tokens[2, 4]]
     torch.testing.assert_close(got[2, 3], expected, rtol=0, atol=0)

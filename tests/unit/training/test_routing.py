@@ -91,7 +91,7 @@ def test_gate_weights_come_from_the_live_logits(build):
 def test_rows_of_another_forward_are_refused(build):
     model, sites = build("bf16")
     micro_batch = _micro_batch(sites)
-    tokens = torch.zeros(1, 4, dtype=torch.int64)
+    tokens = torch.zeros(1, 4, dtype=torch.int64, device=sites.device)
     with (
         pytest.raises(ValueError, match="MoE layer 0 got 4 rows"),
         sites.micro_batch(micro_batch),
