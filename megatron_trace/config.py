@@ -7,14 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
+
+from megatron_trace.formats.number_format import FORMAT_SETS
 
 Method = Literal["bf16", "qat", "trace"]
 Implementation = Literal["auto", "torch", "triton"]
 HintScales = Literal["raw", "residue"]
+NumberFormatName = Literal["nvfp4", "nvfp4_4over6", "mxfp4", "mxfp4_w4a8"]
+QuantisedParts = Literal["experts_and_kv", "experts", "kv"]
 HINT_BITS = (1, 2, 4)
-HINT_SITES = ("fc1", "fc2", "k", "v")
+SITES_OF_PARTS = {"experts": ("fc1", "fc2"), "kv": ("k", "v")}
+HINT_SITES = (*SITES_OF_PARTS["experts"], *SITES_OF_PARTS["kv"])
 DEFAULT_HINT_SITES = ("fc1", "k", "v")
+_BOTH_PARTS: QuantisedParts = "experts_and_kv"
 
 
 @dataclass(frozen=True)
@@ -24,21 +30,28 @@ class TraceConfig:
     Attributes:
         method: `bf16` quantises nothing; `qat` fake-quantises rollout and training by rounding to
             nearest; `trace` also guides training's rounding by the rollout's hints.
+        number_format: Formats of expert weights, their inputs and the KV cache: `nvfp4`;
+            `nvfp4_4over6` (the better of two block scales); `mxfp4`; `mxfp4_w4a8` (MXFP4 with the
+            experts' inputs in MXFP8).
+        quantised_parts: What is quantised: `experts_and_kv`, `experts` (routed experts only) or
+            `kv` (KV cache only).
         hint_bits: Bits per value of a hint: 1 (mantissa bit), 2 (magnitude index modulo 4) or
-            4 (full code).
+            4 (full code, which has 8 bits where values are in MXFP8).
         hint_scales: How a hint keeps block scales: `raw` (8 bits each), or `residue` (3 bits each,
             modulo 8 against the trainer's own, which tells the guard less).
         hint_layers: Checkpoint decoder layers whose hints are recorded: `latter_half`, `all`, or
             comma-separated indices such as `2,3`.
         hint_sites: Sites that are recorded and guided, of fc1, fc2, k, v. fc2 takes top-k times the
-            expert's hidden size a token, and needs routing replay. The default leaves out fc1 in a
-            model without MoE layers; any other choice must exist in the model.
+            expert's hidden size a token, and needs routing replay. The default leaves out what is
+            not quantised, such as fc1 in a model without MoE layers; any other choice must exist.
         missing_hints: What a recorded place without its hint does: `error`, or `rtn` (rounding to
             nearest, counted and reported).
         guard: Whether implausible hint rows are rejected (rounded to nearest and counted).
-        guard_max_far_blocks: Share of a row's blocks whose scale byte may lie more than
-            `guard_max_scale_steps` E4M3 steps from the trainer's own.
-        guard_max_scale_steps: E4M3 steps beyond which a block counts as far.
+        guard_max_far_blocks: Share of a row's blocks whose scale may lie more than
+            `guard_max_scale_steps` from the trainer's own. Of this and the next two, the default is
+            that of the number format (`hints/guard.py`).
+        guard_max_scale_steps: Steps beyond which a block counts as far: those of E4M3, of which a
+            factor of 2 has eight.
         guard_min_parity_agreement: Share of a row's mantissa bits that must agree with rounding
             to nearest under the rollout's scale.
         diagnostic_share: Share of the samples that also carry full codes, for metrics only.
@@ -53,15 +66,17 @@ class TraceConfig:
     """
 
     method: Method = "trace"
+    number_format: NumberFormatName = "nvfp4"
+    quantised_parts: QuantisedParts = "experts_and_kv"
     hint_bits: int = 1
     hint_scales: HintScales = "raw"
     hint_layers: str = "latter_half"
     hint_sites: tuple[str, ...] = field(default=DEFAULT_HINT_SITES)
     missing_hints: Literal["error", "rtn"] = "error"
     guard: bool = True
-    guard_max_far_blocks: float = 0.25
-    guard_max_scale_steps: int = 2
-    guard_min_parity_agreement: float = 0.65
+    guard_max_far_blocks: float | None = None
+    guard_max_scale_steps: int | None = None
+    guard_min_parity_agreement: float | None = None
     diagnostic_share: float = 0.0
     check_finite: bool = True
     power_of_two_scales: bool = False
@@ -73,6 +88,12 @@ class TraceConfig:
         _require(
             self.method in ("bf16", "qat", "trace"), "method", "bf16, qat or trace", self.method
         )
+        for name, choices in (
+            ("number_format", NumberFormatName),
+            ("quantised_parts", QuantisedParts),
+        ):
+            known, value = get_args(choices), getattr(self, name)
+            _require(value in known, name, f"one of {', '.join(known)}", value)
         _require(self.hint_bits in HINT_BITS, "hint_bits", "1, 2 or 4", self.hint_bits)
         _require(
             self.hint_scales in ("raw", "residue"),
@@ -96,9 +117,9 @@ class TraceConfig:
         )
         for name in ("guard_max_far_blocks", "guard_min_parity_agreement", "diagnostic_share"):
             value = getattr(self, name)
-            _require(0.0 <= value <= 1.0, name, "a share from 0 to 1", value)
+            _require(value is None or 0.0 <= value <= 1.0, name, "a share from 0 to 1", value)
         _require(
-            self.guard_max_scale_steps >= 0,
+            self.guard_max_scale_steps is None or self.guard_max_scale_steps >= 0,
             "guard_max_scale_steps",
             ">= 0",
             self.guard_max_scale_steps,
@@ -126,6 +147,56 @@ class TraceConfig:
             )
         if self.hint_layers not in ("latter_half", "all"):
             _parse_layers(self.hint_layers)
+        self._require_fitting_format()
+
+    def _require_fitting_format(self) -> None:
+        """Raises ValueError where another setting contradicts number format or parts."""
+        formats = FORMAT_SETS[self.number_format]
+        if self.method == "bf16":
+            for name, default in (("number_format", "nvfp4"), ("quantised_parts", _BOTH_PARTS)):
+                if getattr(self, name) != default:
+                    raise ValueError(
+                        f"{name}={getattr(self, name)} has no effect with method=bf16, which "
+                        "quantises nothing; leave it out or choose qat or trace"
+                    )
+        if self.power_of_two_scales and not formats.weights.has_global_scale:
+            raise ValueError(
+                f"power_of_two_scales has no effect with number_format={self.number_format}, which "
+                "has no global scales; switch it off"
+            )
+        if self.hint_scales == "residue" and not formats.kv_cache.has_residues:
+            raise ValueError(
+                f"hint_scales=residue contradicts number_format={self.number_format}, whose block "
+                "scales no residue tells; set hint_scales=raw"
+            )
+        if self.save_packed_activations and not self.quantises_experts:
+            raise ValueError(
+                "save_packed_activations has no effect with quantised_parts=kv, which leaves the "
+                "experts' inputs as they are; switch it off"
+            )
+        foreign = [site for site in self.hint_sites if site not in self.quantised_sites]
+        if foreign and self.hint_sites != DEFAULT_HINT_SITES and self.method == "trace":
+            raise ValueError(
+                f"hint_sites names {', '.join(foreign)}, but quantised_parts="
+                f"{self.quantised_parts} quantises {', '.join(self.quantised_sites)} only; leave "
+                "out what is not quantised"
+            )
+
+    @property
+    def quantises_experts(self) -> bool:
+        """Whether weights and inputs of the routed experts are quantised."""
+        return self.method != "bf16" and self.quantised_parts != "kv"
+
+    @property
+    def quantises_kv(self) -> bool:
+        """Whether keys and values are quantised."""
+        return self.method != "bf16" and self.quantised_parts != "experts"
+
+    @property
+    def quantised_sites(self) -> tuple[str, ...]:
+        """Sites that are quantised in a model that has all of them."""
+        parts = {"experts": self.quantises_experts, "kv": self.quantises_kv}
+        return tuple(site for part, on in parts.items() if on for site in SITES_OF_PARTS[part])
 
     def recorded_layers(self, num_layers: int) -> tuple[int, ...]:
         """Gives the decoder layers whose hints are recorded, in ascending order.
@@ -152,7 +223,7 @@ class TraceConfig:
         """Gives the sites whose hints are recorded in a model.
 
         Args:
-            available: Sites that the model has.
+            available: Sites that the model has, quantised or not.
 
         Raises:
             ValueError: `hint_sites` names a site that the model does not have, and is not the
@@ -165,7 +236,8 @@ class TraceConfig:
                 f"{', '.join(available) or 'no quantised site'} only (fc1 and fc2 are sites of MoE "
                 "layers); leave out what it does not have"
             )
-        return tuple(site for site in self.hint_sites if site in available)
+        quantised = set(available) & set(self.quantised_sites)
+        return tuple(site for site in self.hint_sites if site in quantised)
 
 
 @dataclass(frozen=True)

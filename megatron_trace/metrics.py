@@ -1,6 +1,6 @@
 """Agreement of rollout and training: log-probabilities and codes.
 
-Legend: B samples, S positions, N rows, K values of a row, C = K / 16 blocks of a row.
+Legend: B samples, S positions, N rows, K values of a row, C blocks of a row.
 """
 
 from __future__ import annotations
@@ -9,14 +9,8 @@ from dataclasses import dataclass, fields, replace
 
 import torch
 
-from megatron_trace.formats import (
-    BLOCK_SIZE,
-    E2M1_VALUES,
-    encode,
-    guided_codes,
-    own_scale_bytes,
-    pack_bits,
-)
+from megatron_trace.formats import pack_bits
+from megatron_trace.formats.number_format import NVFP4, NumberFormat
 
 
 @dataclass(frozen=True)
@@ -157,7 +151,7 @@ class UsedHints:
         rows: bool [N]; rows that were guided.
         payload: uint8 [N, K * num_bits / 8].
         scale_bytes: uint8 [N, C].
-        num_bits: 1, 2 or 4.
+        num_bits: Bits per value.
         restored: Whether the block scales are what their residues stood for.
     """
 
@@ -173,8 +167,9 @@ def compare_codes(
     x: torch.Tensor,
     codes: torch.Tensor,
     scale_bytes: torch.Tensor,
-    global_scale: float,
+    global_scale: float | None,
     used: UsedHints | None,
+    number_format: NumberFormat = NVFP4,
 ) -> CodeMismatch:
     """Counts where training's values get other codes than the rollout gave.
 
@@ -182,10 +177,11 @@ def compare_codes(
         x: float [N, K]; the values at the site in training's forward.
         codes: uint8 [N, K]; the rollout's full codes.
         scale_bytes: uint8 [N, C]; the rollout's block scales.
-        global_scale: Static decode-side scale of both sides.
+        global_scale: Static decode-side scale of both sides; None if the format has none.
         used: Hints that training used, so that a wrong hint shows; None if it used none.
+        number_format: Format of the values.
     """
-    by_row = compare_rows(x, codes, scale_bytes, global_scale, used)
+    by_row = compare_rows(x, codes, scale_bytes, global_scale, used, number_format)
     return CodeMismatch(**{name: int(counts.sum()) for name, counts in by_row.items()})
 
 
@@ -194,8 +190,9 @@ def compare_rows(
     x: torch.Tensor,
     codes: torch.Tensor,
     scale_bytes: torch.Tensor,
-    global_scale: float,
+    global_scale: float | None,
     used: UsedHints | None,
+    number_format: NumberFormat = NVFP4,
 ) -> dict[str, torch.Tensor]:
     """Gives what `compare_codes` counts for every row, by the name of its field.
 
@@ -203,16 +200,20 @@ def compare_rows(
         x: float [N, K].
         codes: uint8 [N, K].
         scale_bytes: uint8 [N, C].
-        global_scale: Static decode-side scale of both sides.
+        global_scale: Static decode-side scale of both sides; None if the format has none.
         used: Hints that training used; None if it used none, and the fields of guided values are
             then left out.
+        number_format: Format of the values.
 
     Returns:
         int64 [N] each; rows that no hint guided have 0 in the fields of guided values.
     """
-    rtn_codes, rtn_bytes = encode(x, global_scale)
-    different = ~_same_value(rtn_codes, codes)
-    one_step = (_signed_steps(rtn_codes) - _signed_steps(codes)).abs() <= 1
+    rtn_codes, rtn_bytes = number_format.specification.encode(
+        x, global_scale, **number_format.rules
+    )
+    different = ~_same_value(rtn_codes, codes, number_format)
+    steps, wanted = (_signed_steps(of, number_format) for of in (rtn_codes, codes))
+    one_step = (steps - wanted).abs() <= 1
     by_row = {
         "values": torch.full_like(codes[:, 0], codes.shape[1], dtype=torch.int64),
         "rtn_different": different.sum(-1),
@@ -224,7 +225,8 @@ def compare_rows(
         return by_row
     rows = used.rows.nonzero()[:, 0]
     used = replace(used, payload=used.payload[rows], scale_bytes=used.scale_bytes[rows])
-    guided = _guided_mismatch(x[rows], codes[rows], scale_bytes[rows], global_scale, used)
+    compared = x[rows], codes[rows], scale_bytes[rows], global_scale
+    guided = _guided_mismatch(*compared, used, number_format)
     for name, counts in guided.items():
         by_row[name] = torch.zeros_like(by_row["values"]).index_copy_(0, rows, counts)
     return by_row
@@ -234,21 +236,23 @@ def _guided_mismatch(
     x: torch.Tensor,
     codes: torch.Tensor,
     scale_bytes: torch.Tensor,
-    global_scale: float,
+    global_scale: float | None,
     used: UsedHints,
+    number_format: NumberFormat,
 ) -> dict[str, torch.Tensor]:
+    guided_codes, sign = number_format.specification.guided_codes, number_format.element.sign_code
     guided = guided_codes(x, used.payload, used.scale_bytes, global_scale, num_bits=used.num_bits)
-    other_scale = (used.scale_bytes != scale_bytes).repeat_interleave(BLOCK_SIZE, -1)
-    misread = other_scale & _misread(x, scale_bytes, global_scale, used)
-    different = ~_same_value(guided, codes) | other_scale
+    other_scale = (used.scale_bytes != scale_bytes).repeat_interleave(number_format.block_size, -1)
+    misread = other_scale & _misread(x, scale_bytes, global_scale, used, number_format)
+    different = ~_same_value(guided, codes, number_format) | other_scale
     # The two candidates are what the two values of the mantissa bit choose.
     lower, upper = (
-        guided_codes(x, pack_bits(bits), scale_bytes, global_scale, num_bits=1) & 7
+        guided_codes(x, pack_bits(bits), scale_bytes, global_scale, num_bits=1) & (sign - 1)
         for bits in (torch.zeros_like(codes), torch.ones_like(codes))
     )
-    magnitude = codes & 7
+    magnitude = codes & (sign - 1)
     outside = (magnitude != lower) & (magnitude != upper) & ~other_scale
-    flipped = ((codes >> 3) != torch.signbit(x)) & (magnitude != 0) & ~other_scale
+    flipped = ((codes >= sign) != torch.signbit(x)) & (magnitude != 0) & ~other_scale
     counted = {
         "guided_values": torch.ones_like(different),
         "guided_different": different,
@@ -261,22 +265,25 @@ def _guided_mismatch(
 
 
 def _misread(
-    x: torch.Tensor, scale_bytes: torch.Tensor, global_scale: float, used: UsedHints
+    x: torch.Tensor,
+    scale_bytes: torch.Tensor,
+    global_scale: float | None,
+    used: UsedHints,
+    number_format: NumberFormat,
 ) -> torch.Tensor:
     """Gives bool [N, K]: values whose block scale was read wrongly for the only known reason."""
-    own = own_scale_bytes(x, global_scale)
-    distance = (scale_bytes.int() - own.int()).abs()
+    distance = number_format.specification.scale_distance(x, scale_bytes, global_scale)
     same_residue = ((scale_bytes ^ used.scale_bytes) & 7) == 0
     blocks = same_residue & (distance > 3) & used.restored
-    return blocks.repeat_interleave(BLOCK_SIZE, -1)
+    return blocks.repeat_interleave(number_format.block_size, -1)
 
 
-def _same_value(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    return (a == b) | (((a | b) & 7) == 0)
+def _same_value(a: torch.Tensor, b: torch.Tensor, number_format: NumberFormat) -> torch.Tensor:
+    return (a == b) | (((a | b) & (number_format.element.sign_code - 1)) == 0)
 
 
-def _signed_steps(codes: torch.Tensor) -> torch.Tensor:
-    """Gives int16: the place on the ladder of `E2M1_VALUES`, negative for negative values."""
-    assert len(E2M1_VALUES) == 8, "bits 0 to 2 of a code are the place on the ladder"
-    steps = (codes & 7).to(torch.int16)
-    return torch.where(codes >= 8, -steps, steps)
+def _signed_steps(codes: torch.Tensor, number_format: NumberFormat) -> torch.Tensor:
+    """Gives int16: the place on the ladder of magnitudes, negative for negative values."""
+    sign = number_format.element.sign_code
+    steps = (codes & (sign - 1)).to(torch.int16)
+    return torch.where(codes >= sign, -steps, steps)

@@ -151,7 +151,7 @@ def describe_sample(
     if record is not None:
         shown = {"kind": kind, "layer": record.key.layer, "site": record.key.site}
         shown |= {"num_bits": record.num_bits, "global_scale": record.global_scale}
-        shown |= {"scale_form": record.scale_form}
+        shown |= {"scale_form": record.scale_form, "number_format": record.number_format}
     return _describe_files(shard_files) | {
         "num_prompt_tokens": len(sample.prompt_tokens),
         "num_response_tokens": len(sample.response_tokens),
@@ -226,9 +226,11 @@ def show_sample(report: dict[str, Any], options: argparse.Namespace) -> None:
         print(f"  {record['kind']:6} layer {record['layer']} {record['site']}: {tensors}")
     shown = report["shown"]
     if shown is not None:
+        scale = shown["global_scale"]
         print(
-            f"\nlayer {shown['layer']}, {shown['site']}, {shown['kind']}: {shown['num_bits']} bit, "
-            f"global scale {shown['global_scale']:.6g}; "
+            f"\nlayer {shown['layer']}, {shown['site']}, {shown['kind']}: "
+            f"{shown['number_format']}, {shown['num_bits']} bit, "
+            f"{'no global scale' if scale is None else f'global scale {scale:.6g}'}; "
             f"{'scale byte' if shown['scale_form'] == 'raw' else 'residue of scale byte'}:values, "
             f"{options.blocks} blocks"
         )
@@ -338,7 +340,8 @@ def _rows(
         raw = record.scale_form == "raw"
         block_scales = (record.scale_bytes if raw else decode_residues(record)).tolist()
         for row, scales, of_row in zip(rows, block_scales, values, strict=False):
-            text = "".join(f"{value:x}" for value in of_row)
+            digits = 2 if record.num_bits == 8 else 1
+            text = "".join(f"{value:0{digits}x}" for value in of_row)
             width = len(text) // len(scales)
             row["scale_bytes"] = [f"{scale:02x}" if raw else f"{scale}" for scale in scales]
             row["values"] = [text[start : start + width] for start in range(0, len(text), width)]

@@ -15,7 +15,6 @@ from itertools import product
 import torch
 from torch.distributions import StudentT
 
-from megatron_trace.config import TraceConfig
 from megatron_trace.formats import (
     decode,
     encode,
@@ -25,11 +24,10 @@ from megatron_trace.formats import (
     pack_codes,
     residues,
 )
-from megatron_trace.hints import accept_rows
+from megatron_trace.hints import THRESHOLDS, accept_rows
 
 NOISES = (0.003, 0.01, 0.03, 0.1)
 WIDTHS = (64, 128, 2048)
-DEFAULTS = TraceConfig()
 
 
 def main() -> None:
@@ -119,9 +117,7 @@ def _accepted(rollout: torch.Tensor, trainer: torch.Tensor, form: str) -> float:
         scale_bytes,
         scale,
         num_bits=1,
-        max_far_blocks=DEFAULTS.guard_max_far_blocks,
-        max_scale_steps=DEFAULTS.guard_max_scale_steps,
-        min_parity_agreement=DEFAULTS.guard_min_parity_agreement,
+        thresholds=THRESHOLDS["nvfp4"],
     )
     return health.accepted.float().mean().item()
 

@@ -11,23 +11,29 @@ from megatron_trace.hints.codec import (
 )
 from megatron_trace.hints.files import HintFiles, HintSource
 from megatron_trace.hints.files_writer import HintFilesWriter
-from megatron_trace.hints.guard import RowHealth, accept_rows
+from megatron_trace.hints.guard import THRESHOLDS, GuardThresholds, RowHealth, accept_rows
 from megatron_trace.hints.store import HintStore, RecordKind
 from megatron_trace.hints.types import (
     HintKey,
+    QuantisedParts,
     QuantizerSettings,
     RolloutSample,
     ScaleForm,
     Site,
     SiteHint,
+    site_format,
+    stored_bits,
 )
 
 __all__ = [
+    "THRESHOLDS",
+    "GuardThresholds",
     "HintFiles",
     "HintFilesWriter",
     "HintKey",
     "HintSource",
     "HintStore",
+    "QuantisedParts",
     "QuantizerSettings",
     "RecordKind",
     "RolloutSample",
@@ -42,5 +48,7 @@ __all__ = [
     "encode_hint",
     "encode_packed_hint",
     "payload_bits",
+    "site_format",
     "stack_rows",
+    "stored_bits",
 ]

@@ -1,6 +1,6 @@
 """Codes of the rollout's quantiser to hints and back, and hints of several samples to one batch.
 
-Legend: R rows of a sample, K values of a row, B = K / 16 blocks of a row, S positions of a batch,
+Legend: R rows of a sample, K values of a row, B blocks of a row, S positions of a batch,
 N samples of a batch.
 """
 
@@ -11,14 +11,8 @@ from collections.abc import Sequence
 
 import torch
 
-from megatron_trace.formats import (
-    BLOCK_SIZE,
-    ops,
-    pack_codes,
-    unpack_bits,
-    unpack_codes,
-    unpack_hint,
-)
+from megatron_trace.formats import ops, pack_hint, unpack_bits, unpack_hint
+from megatron_trace.formats.number_format import NVFP4, NumberFormat
 from megatron_trace.formats.residues import to_residues
 from megatron_trace.hints.types import (
     HintKey,
@@ -28,37 +22,39 @@ from megatron_trace.hints.types import (
     require_scale_form,
 )
 
-MAX_CODE = 15
-# The largest finite positive E4M3 value, 448; bytes above it are NaN or carry a sign.
-MAX_SCALE_BYTE = 0x7E
+# The largest finite positive value of each encoding; bytes above it are NaN or carry a sign.
+MAX_SCALE_BYTE = {"e4m3": 0x7E, "e8m0": 0xFE}
 
 
 def encode_hint(
     key: HintKey,
     codes: torch.Tensor,
     scale_bytes: torch.Tensor,
-    global_scale: torch.Tensor | float,
+    global_scale: torch.Tensor | float | None,
     num_bits: int,
     scale_form: ScaleForm = "raw",
+    number_format: NumberFormat = NVFP4,
 ) -> SiteHint:
     """Gives the hint of one sample at one place, in memory of its own.
 
     Args:
         key: Where it belongs.
-        codes: uint8 [R, K], 0 to 15; what the rollout's quantiser chose.
-        scale_bytes: uint8 [R, B], E4M3; the block scales it used.
-        global_scale: Decode-side scale of the place; kept in FP32.
-        num_bits: 1 or 2 (lowest bits) or 4 (codes) per value.
+        codes: uint8 [R, K]; what the rollout's quantiser chose.
+        scale_bytes: uint8 [R, B]; the block scales it used.
+        global_scale: Decode-side scale of the place; kept in FP32. None if the format has none.
+        num_bits: 1 or 2 (lowest bits) or those of a code (codes) per value.
         scale_form: Whether block scales are kept `raw`, or as `residue` modulo 8.
+        number_format: Format of the values.
 
     Raises:
         ValueError: Shapes or dtypes disagree, or a code, block scale or global scale is not one
             that a quantiser gives for finite values.
     """
-    _require_rows("codes", codes, scale_bytes, BLOCK_SIZE, key)
-    _require_at_most(MAX_CODE, "code", codes, key)
+    _require_rows("codes", codes, scale_bytes, number_format.block_size, key)
+    _require_at_most((1 << number_format.code_bits) - 1, "code", codes, key)
+    packed_codes = pack_hint(codes, number_format.code_bits)
     return encode_packed_hint(
-        key, pack_codes(codes), scale_bytes, global_scale, num_bits, scale_form
+        key, packed_codes, scale_bytes, global_scale, num_bits, scale_form, number_format
     )
 
 
@@ -66,33 +62,38 @@ def encode_packed_hint(
     key: HintKey,
     packed_codes: torch.Tensor,
     scale_bytes: torch.Tensor,
-    global_scale: torch.Tensor | float,
+    global_scale: torch.Tensor | float | None,
     num_bits: int,
     scale_form: ScaleForm = "raw",
+    number_format: NumberFormat = NVFP4,
 ) -> SiteHint:
     """Gives what `encode_hint` gives, from codes that are packed already.
 
     Args:
         key: Where it belongs.
-        packed_codes: uint8 [R, K / 2]; what the rollout's quantiser chose.
-        scale_bytes: uint8 [R, B], E4M3; the block scales it used.
-        global_scale: Decode-side scale of the place; kept in FP32.
-        num_bits: 1 or 2 (lowest bits) or 4 (codes) per value.
+        packed_codes: uint8 [R, K * bits of a code / 8]; what the rollout's quantiser chose.
+        scale_bytes: uint8 [R, B]; the block scales it used.
+        global_scale: Decode-side scale of the place; kept in FP32. None if the format has none.
+        num_bits: 1 or 2 (lowest bits) or those of a code (codes) per value.
         scale_form: Whether block scales are kept `raw`, or as `residue` modulo 8.
+        number_format: Format of the values.
 
     Raises:
         ValueError: As `encode_hint`.
     """
-    _require_rows("packed_codes", packed_codes, scale_bytes, BLOCK_SIZE // 2, key)
-    require_hint_bits(num_bits, key)
-    require_scale_form(scale_form, key)
+    code_bits, encoding = number_format.code_bits, number_format.scale_encoding
+    block_bytes = number_format.block_size * code_bits // 8
+    _require_rows("packed_codes", packed_codes, scale_bytes, block_bytes, key)
+    require_hint_bits(num_bits, number_format, key)
+    require_scale_form(scale_form, number_format, key)
     _require_at_most(
-        MAX_SCALE_BYTE, "E4M3 block scale byte (NaN or Inf activations?)", scale_bytes, key
+        MAX_SCALE_BYTE[encoding],
+        f"{encoding.upper()} block scale byte (NaN or Inf activations?)",
+        scale_bytes,
+        key,
     )
-    scale = torch.as_tensor(global_scale, dtype=torch.float32).item()
-    if not (math.isfinite(scale) and scale > 0):
-        raise ValueError(f"global_scale must be finite and > 0 in FP32; got {global_scale} ({key})")
-    payload = ops.narrowed(packed_codes, num_bits)
+    scale = _fp32_scale(global_scale, number_format, key)
+    payload = ops.narrowed(packed_codes, num_bits, number_format=number_format)
     if scale_form == "residue":
         try:
             payload, residues = to_residues(payload, scale_bytes, num_bits=num_bits)
@@ -107,6 +108,7 @@ def encode_packed_hint(
         scale_bytes=scale_bytes.clone(memory_format=torch.contiguous_format),
         global_scale=scale,
         scale_form=scale_form,
+        number_format=number_format.name,
     )
 
 
@@ -115,12 +117,13 @@ def payload_bits(payload: torch.Tensor, num_bits: int) -> torch.Tensor:
 
     Args:
         payload: uint8 [..., K * num_bits / 8].
-        num_bits: 1, 2 or 4.
+        num_bits: 1, 2, 4 or 8.
 
     Returns:
         uint8 [..., K], 0 or 1.
     """
-    require_hint_bits(num_bits)
+    if num_bits not in (1, 2, 4, 8):
+        raise ValueError(f"num_bits must be 1, 2, 4 or 8; got {num_bits}")
     return unpack_bits(payload) if num_bits == 1 else unpack_hint(payload, num_bits).bitwise_and_(1)
 
 
@@ -130,17 +133,18 @@ def decode_bits(hint: SiteHint) -> torch.Tensor:
 
 
 def decode_codes(hint: SiteHint) -> torch.Tensor:
-    """Gives the codes of a 4-bit hint, uint8 [R, K].
+    """Gives the codes of a hint of whole codes, uint8 [R, K].
 
     Raises:
         ValueError: The hint holds lowest bits only.
     """
-    if hint.num_bits != 4:
+    code_bits = hint.format.code_bits
+    if hint.num_bits != code_bits:
         raise ValueError(
-            f"codes need a 4-bit hint; got {hint.num_bits} bit, which says the lowest bits only "
-            f"({hint.key})"
+            f"codes need a {code_bits}-bit hint; got {hint.num_bits} bit, which says the lowest "
+            f"bits only ({hint.key})"
         )
-    return unpack_codes(hint.payload)
+    return unpack_hint(hint.payload, code_bits)
 
 
 def decode_residues(hint: SiteHint) -> torch.Tensor:
@@ -169,8 +173,8 @@ def stack_rows(
         valid: bool [S, N]; whether the row holds what the rollout recorded.
 
     Raises:
-        ValueError: All hints are None, so that K is unknown; the hints differ in place, width,
-            bits, form of the block scales or global scale; or one has more than S rows.
+        ValueError: All hints are None, so that K is unknown; the hints differ in place, format,
+            width, bits, form of the block scales or global scale; or one has more than S rows.
     """
     present = [hint for hint in hints if hint is not None]
     if not present:
@@ -179,8 +183,8 @@ def stack_rows(
     for hint in present[1:]:
         if _layout(hint) != _layout(first):
             raise ValueError(
-                "hints of one batch must agree in layer, site, bits, values of a row, form of the "
-                f"block scales and global scale; got {_layout(first)} ({first.key}) and "
+                "hints of one batch must agree in layer, site, format, bits, values of a row, form "
+                f"of the block scales and global scale; got {_layout(first)} ({first.key}) and "
                 f"{_layout(hint)} ({hint.key})"
             )
     shape = (num_positions, len(hints))
@@ -200,9 +204,25 @@ def stack_rows(
     return payload, scale_bytes, valid
 
 
-def _layout(hint: SiteHint) -> tuple[int, str, int, int, str, float]:
-    place = hint.key.layer, str(hint.key.site)
-    return *place, hint.num_bits, hint.num_values, hint.scale_form, hint.global_scale
+def _layout(hint: SiteHint) -> tuple[int, str, str, int, int, str, float | None]:
+    what = hint.key.layer, str(hint.key.site), hint.number_format
+    return *what, hint.num_bits, hint.num_values, hint.scale_form, hint.global_scale
+
+
+def _fp32_scale(
+    global_scale: torch.Tensor | float | None, number_format: NumberFormat, key: HintKey
+) -> float | None:
+    if number_format.has_global_scale == (global_scale is None):
+        has = "a" if number_format.has_global_scale else "no"
+        raise ValueError(
+            f"{number_format.name} has {has} global scale; got global_scale {global_scale} ({key})"
+        )
+    if global_scale is None:
+        return None
+    scale = torch.as_tensor(global_scale, dtype=torch.float32).item()
+    if not (math.isfinite(scale) and scale > 0):
+        raise ValueError(f"global_scale must be finite and > 0 in FP32; got {global_scale} ({key})")
+    return scale
 
 
 def _owned(payload: torch.Tensor, source: torch.Tensor) -> torch.Tensor:

@@ -3,9 +3,9 @@
 A hint of another token, sample or policy looks like noise: its block scales are far from the
 trainer's own, and its mantissa bits agree with rounding to nearest about as often as a coin.
 
-Legend: `...` any leading shape of rows, K values of a row, B = K / 16 blocks of a row.
+Legend: `...` any leading shape of rows, K values of a row, B blocks of a row.
 
-Share of rows accepted with the default thresholds (25 % of blocks, 2 steps, 65 % parity), on
+Share of NVFP4 rows accepted with its thresholds (25 % of blocks, 2 steps, 65 % parity), on
 Gaussian rows with a log-normal size each (`tests/unit/hints/test_guard.py`):
 
     the trainer's values                   K = 32     K = 64    K = 128   K = 2048
@@ -27,6 +27,28 @@ a share of the row's root mean square, which changes small values more):
     30 %                     .039   .039      .004   .004      .000   .000
     100 % (stale)            .001   .005      .000   .000      .000   .000
     another row's            .001   .006      .000   .000      .000   .000
+
+The other formats, on the first table's rows, with the thresholds of `THRESHOLDS`:
+
+    the trainer's values      K =  32     64    128   2048
+    4over6   within 10 %         .971   .999  1.000  1.000
+             another row's       .014   .002   .000   .000
+    mxfp4    within 10 %         .971   .997  1.000  1.000
+             within 30 %         .183   .121   .039   .000
+             within 100 %        .024   .003   .000   .000
+             another row's       .008   .001   .000   .000
+    mxfp8    within 1 %         1.000  1.000  1.000  1.000
+             within 3 %          .857   .916   .964  1.000
+             within 10 %         .059   .010   .000   .000
+             another row's       .046   .006   .000   .000
+
+* 4over6: a block may have either of two scales, so a wrong one is seldomer far from both.
+* MX: the next scale is a factor of 2 away, and noise of 3 % moves 3 % of the blocks there: allowing
+  none would refuse 6 % of the true rows of two blocks. But 81 % of a wrong row's blocks are within
+  one such step as well, so that parity alone decides; hence 70 % instead of 65 % for MXFP4, whose
+  parity is also a little safer (.95 against .95 at 3 %, .84 against .82 at 10 %).
+* MXFP8: values lie 6 to 12 % apart, so that parity falls fast (.90 at 1 %, .72 at 3 %, .50 at
+  10 %): there a lowest bit is of no use, and the guard says so.
 """
 
 from __future__ import annotations
@@ -35,11 +57,36 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_trace.formats import BLOCK_SIZE, minifloat, own_scale_bytes, scales_e4m3
+from megatron_trace.formats import minifloat
 from megatron_trace.formats.blocks import fp32_blocks
-from megatron_trace.formats.checks import as_row_scales
-from megatron_trace.formats.minifloat import E2M1
+from megatron_trace.formats.number_format import NVFP4, NumberFormat
 from megatron_trace.hints.codec import payload_bits
+from megatron_trace.hints.types import require_hint_bits
+
+
+@dataclass(frozen=True)
+class GuardThresholds:
+    """What a row must have to be accepted.
+
+    Attributes:
+        max_far_blocks: Share of a row's blocks that may be far.
+        max_scale_steps: Steps, of which a factor of 2 has eight, between the two block scales
+            beyond which a block is far.
+        min_parity_agreement: Share of a row's lowest bits that must agree.
+    """
+
+    max_far_blocks: float
+    max_scale_steps: int
+    min_parity_agreement: float
+
+
+# By number format.
+THRESHOLDS = {
+    "nvfp4": GuardThresholds(0.25, 2, 0.65),
+    "nvfp4_4over6": GuardThresholds(0.25, 2, 0.65),
+    "mxfp4": GuardThresholds(0.25, 8, 0.7),
+    "mxfp8": GuardThresholds(0.25, 8, 0.65),
+}
 
 
 @dataclass(frozen=True)
@@ -65,66 +112,72 @@ def accept_rows(
     x: torch.Tensor,
     hint: torch.Tensor,
     scale_bytes: torch.Tensor,
-    global_scale: torch.Tensor | float,
+    global_scale: torch.Tensor | float | None,
     *,
     num_bits: int,
-    max_far_blocks: float,
-    max_scale_steps: int,
-    min_parity_agreement: float,
+    thresholds: GuardThresholds,
+    number_format: NumberFormat = NVFP4,
 ) -> RowHealth:
     """Gives which rows of a hint may guide x, and the two numbers that decide it.
 
     Args:
         x: float [..., K]; the trainer's values.
-        hint: uint8 [..., K * num_bits / 8]; packed lowest bits (1, 2) or codes (4).
+        hint: uint8 [..., K * num_bits / 8]; packed lowest bits, or codes.
         scale_bytes: uint8 [..., B]; the rollout's block scales, restored if residues were stored.
-        global_scale: FP32 0-d tensor or number; the rollout's global scale, decode side.
-        num_bits: 1, 2 or 4.
-        max_far_blocks: Share of a row's blocks that may be far.
-        max_scale_steps: E4M3 steps between the two scale bytes beyond which a block is far.
-        min_parity_agreement: Share of a row's mantissa bits that must agree.
+        global_scale: FP32 0-d tensor or number; the rollout's global scale, decode side. None if
+            the format has none.
+        num_bits: Bits per value of the hint.
+        thresholds: What decides.
+        number_format: Format of the hint.
 
     Raises:
-        ValueError: Shapes disagree, K is not a multiple of 16, or num_bits is not 1, 2 or 4.
+        ValueError: Shapes disagree, K is not a multiple of the block size, or num_bits is not that
+            of a hint of the format.
     """
+    require_hint_bits(num_bits, number_format)
     bits = payload_bits(hint, num_bits)
-    if bits.shape != x.shape or scale_bytes.shape != (*x.shape[:-1], x.shape[-1] // BLOCK_SIZE):
+    num_blocks = x.shape[-1] // number_format.block_size
+    if bits.shape != x.shape or scale_bytes.shape != (*x.shape[:-1], num_blocks):
         raise ValueError(
             f"hint and scale_bytes must cover x {tuple(x.shape)}; got hint {tuple(hint.shape)} at "
             f"{num_bits} bit and scale_bytes {tuple(scale_bytes.shape)}"
         )
-    far_block_share = _far_block_share(x, scale_bytes, global_scale, max_scale_steps)
-    parity_agreement = _parity_agreement(x, bits, scale_bytes, global_scale)
+    place = number_format, x, scale_bytes, global_scale
+    far_block_share = _far_block_share(*place, thresholds.max_scale_steps)
+    parity_agreement = _parity_agreement(*place, bits)
     return RowHealth(
-        accepted=(far_block_share <= max_far_blocks) & (parity_agreement >= min_parity_agreement),
+        accepted=(far_block_share <= thresholds.max_far_blocks)
+        & (parity_agreement >= thresholds.min_parity_agreement),
         far_block_share=far_block_share,
         parity_agreement=parity_agreement,
     )
 
 
 def _far_block_share(
+    number_format: NumberFormat,
     x: torch.Tensor,
     scale_bytes: torch.Tensor,
-    global_scale: torch.Tensor | float,
+    global_scale: torch.Tensor | float | None,
     max_scale_steps: int,
 ) -> torch.Tensor:
-    own_bytes = own_scale_bytes(x, global_scale)
-    # Positive E4M3 values are ordered like their bytes, so bytes differ by the steps between them.
-    far = (own_bytes.int() - scale_bytes.int()).abs() > max_scale_steps
-    counted = (own_bytes != 0) | (scale_bytes != 0)
-    return (far & counted).sum(-1) / counted.sum(-1).clamp(min=1)
+    distance = number_format.specification.scale_distance(x, scale_bytes, global_scale)
+    # Where both bytes are 0, the block is zero on both sides.
+    counted = (distance != 0) | (scale_bytes != 0)
+    return (distance > max_scale_steps).sum(-1) / counted.sum(-1).clamp(min=1)
 
 
 def _parity_agreement(
+    number_format: NumberFormat,
     x: torch.Tensor,
-    bits: torch.Tensor,
     scale_bytes: torch.Tensor,
-    global_scale: torch.Tensor | float,
+    global_scale: torch.Tensor | float | None,
+    bits: torch.Tensor,
 ) -> torch.Tensor:
-    effective = scales_e4m3.effective(scale_bytes, as_row_scales(global_scale, x))
-    codes = minifloat.nearest_codes(E2M1, fp32_blocks(x, BLOCK_SIZE), effective)
+    effective = number_format.effective_scales(scale_bytes, global_scale)
+    blocks = fp32_blocks(x, number_format.block_size)
+    codes = minifloat.nearest_codes(number_format.element, blocks, effective)
     counted = effective != 0
     agree = (codes & 1) == bits.view_as(codes)
-    num_counted = counted.sum(-1) * BLOCK_SIZE
+    num_counted = counted.sum(-1) * number_format.block_size
     share = (agree & counted.unsqueeze(-1)).sum((-2, -1)) / num_counted.clamp(min=1)
     return share.masked_fill(num_counted == 0, 1.0)

@@ -60,11 +60,14 @@ class HintStore:
         Raises:
             ValueError: The place has a record of this kind already; the sample's other records
                 have another policy version, settings digest or number of rows; or full codes do
-                not hold 4 bits and raw block scales.
+                not hold whole codes and raw block scales.
         """
         key = hint.key
-        if kind is RecordKind.CODES and hint.num_bits != 4:
-            raise ValueError(f"full codes need 4 bits per value; got {hint.num_bits} ({key})")
+        code_bits = hint.format.code_bits
+        if kind is RecordKind.CODES and hint.num_bits != code_bits:
+            raise ValueError(
+                f"full codes need {code_bits} bits per value; got {hint.num_bits} ({key})"
+            )
         if kind is RecordKind.CODES and hint.scale_form != "raw":
             raise ValueError(f"full codes need raw block scales; got {hint.scale_form} ({key})")
         records = self._samples.get(key.sample_id)

@@ -1,7 +1,7 @@
 """What rollout and training exchange: sites, quantiser settings, hints, samples.
 
 Legend: T tokens of a sample (prompt + response), R = T - 1 rows (the last token is never
-forwarded), K values of a row, B = K / 16 blocks of a row.
+forwarded), K values of a row, B blocks of a row.
 """
 
 from __future__ import annotations
@@ -16,9 +16,17 @@ from typing import Literal, get_args
 
 import torch
 
-from megatron_trace.formats import BLOCK_SIZE, residue_bytes
+from megatron_trace.formats import residue_bytes
+from megatron_trace.formats.number_format import (
+    NUMBER_FORMATS,
+    FormatSet,
+    NumberFormat,
+    format_set,
+)
 
 ScaleForm = Literal["raw", "residue"]
+QuantisedParts = Literal["experts_and_kv", "experts", "kv"]
+# Bits that a run may ask for; 4 stands for whole codes, which FP8 activations have 8 bits of.
 HINT_BITS = (1, 2, 4)
 
 
@@ -30,6 +38,11 @@ class Site(enum.StrEnum):
     K = "k"
     V = "v"
 
+    @property
+    def is_cached(self) -> bool:
+        """Whether its values are keys or values, which the KV cache holds."""
+        return self in (Site.K, Site.V)
+
 
 @dataclass(frozen=True)
 class QuantizerSettings:
@@ -37,9 +50,10 @@ class QuantizerSettings:
 
     Attributes:
         global_scales: Decode-side FP32 scale of each (decoder layer, site); value = code *
-            block scale * global scale. Static: calibrated once, fixed until recalibrated.
-        number_format: Name of the number format.
-        block_size: Neighbouring values that share one block scale.
+            block scale * global scale. Static: calibrated once, fixed until recalibrated. Empty
+            where the formats have no global scales: then there is nothing to calibrate.
+        number_format: Name of the formats of weights, activations and KV cache (`FORMAT_SETS`).
+        quantised_parts: What is quantised: the routed experts, the KV cache, or both.
         prefill_attends_to: Whether a prompt attends to `quantized` K/V or to the `fresh` chunk.
         operand_dtype: dtype in which dequantised operands are rounded before a product.
         power_of_two_scales: Whether global scales, of weights too, are powers of two.
@@ -48,14 +62,24 @@ class QuantizerSettings:
 
     global_scales: Mapping[tuple[int, Site], float]
     number_format: str = "nvfp4"
-    block_size: int = BLOCK_SIZE
+    quantised_parts: QuantisedParts = "experts_and_kv"
     prefill_attends_to: str = "quantized"
     operand_dtype: str = "bfloat16"
     power_of_two_scales: bool = False
     model_id: str = ""
 
     def __post_init__(self) -> None:
-        """Raises ValueError on a global scale that is not finite and positive."""
+        """Raises ValueError on unknown names, and on global scales that cannot be."""
+        if self.quantised_parts not in get_args(QuantisedParts):
+            raise ValueError(
+                f"quantised_parts must be {', '.join(get_args(QuantisedParts))}; got "
+                f"{self.quantised_parts!r}"
+            )
+        if not self.has_global_scales and (self.global_scales or self.power_of_two_scales):
+            raise ValueError(
+                f"number_format {self.number_format} has no global scales; got "
+                f"{len(self.global_scales)} of them, power_of_two_scales={self.power_of_two_scales}"
+            )
         for (layer, site), scale in self.global_scales.items():
             if not (math.isfinite(scale) and scale > 0):
                 raise ValueError(
@@ -63,12 +87,38 @@ class QuantizerSettings:
                     f"got {scale}"
                 )
 
-    def global_scale(self, layer: int, site: Site) -> float:
-        """Gives the static decode-side scale of a place.
+    @property
+    def formats(self) -> FormatSet:
+        """Formats of weights, activations and KV cache."""
+        return format_set(self.number_format)
+
+    @property
+    def has_global_scales(self) -> bool:
+        """Whether the formats have global scales, which are calibrated."""
+        return self.formats.weights.has_global_scale
+
+    @property
+    def quantises_experts(self) -> bool:
+        """Whether weights and inputs of the routed experts are quantised."""
+        return self.quantised_parts != "kv"
+
+    @property
+    def quantises_kv(self) -> bool:
+        """Whether keys and values are quantised."""
+        return self.quantised_parts != "experts"
+
+    def quantises(self, site: Site) -> bool:
+        """Whether the values of a site are quantised."""
+        return self.quantises_kv if site.is_cached else self.quantises_experts
+
+    def global_scale(self, layer: int, site: Site) -> float | None:
+        """Gives the static decode-side scale of a place; None if its format has none.
 
         Raises:
             LookupError: The place was not calibrated.
         """
+        if not self.has_global_scales:
+            return None
         try:
             return self.global_scales[layer, site]
         except KeyError:
@@ -86,7 +136,7 @@ class QuantizerSettings:
         text = json.dumps(
             [
                 self.number_format,
-                self.block_size,
+                self.quantised_parts,
                 self.prefill_attends_to,
                 self.operand_dtype,
                 self.power_of_two_scales,
@@ -132,20 +182,22 @@ class SiteHint:
 
     Attributes:
         key: Where it belongs.
-        num_bits: 1 or 2 (lowest bits of the code) or 4 (code) per value.
+        num_bits: 1 or 2 (lowest bits of the code), or those of a whole code, per value.
         payload: uint8 [R, K * num_bits / 8]; packed lowest bits or packed codes.
-        scale_bytes: uint8 [R, B], E4M3 block scales (raw); or their packed residues modulo 8, uint8
+        scale_bytes: uint8 [R, B], block scales (raw); or their packed residues modulo 8, uint8
             [R, 3 bytes for every 8 blocks] (residue).
-        global_scale: FP32 decode-side scale of the place.
+        global_scale: FP32 decode-side scale of the place; None if the format has none.
         scale_form: `raw` or `residue`; what `scale_bytes` holds.
+        number_format: Name of the format of the values (`NUMBER_FORMATS`).
     """
 
     key: HintKey
     num_bits: int
     payload: torch.Tensor
     scale_bytes: torch.Tensor
-    global_scale: float
+    global_scale: float | None
     scale_form: ScaleForm = "raw"
+    number_format: str = "nvfp4"
 
     def __post_init__(self) -> None:
         """Raises ValueError when dtypes or shapes contradict each other."""
@@ -155,13 +207,18 @@ class SiteHint:
                     f"{name} must be uint8 [rows, bytes]; got {tensor.dtype} "
                     f"{tuple(tensor.shape)} ({self.key})"
                 )
-        require_hint_bits(self.num_bits, self.key)
-        require_scale_form(self.scale_form, self.key)
+        if self.number_format not in NUMBER_FORMATS:
+            raise ValueError(
+                f"number_format must be one of {', '.join(NUMBER_FORMATS)}; got "
+                f"{self.number_format!r} ({self.key})"
+            )
+        require_hint_bits(self.num_bits, self.format, self.key)
+        require_scale_form(self.scale_form, self.format, self.key)
         if self.scale_form == "residue":
             self._require_residues()
             return
         rows, num_blocks = self.scale_bytes.shape
-        expected = (rows, num_blocks * BLOCK_SIZE * self.num_bits // 8)
+        expected = (rows, num_blocks * self.format.block_size * self.num_bits // 8)
         if tuple(self.payload.shape) != expected:
             raise ValueError(
                 f"payload must be {expected} for {rows} rows of {num_blocks} blocks at "
@@ -170,7 +227,7 @@ class SiteHint:
 
     def _require_residues(self) -> None:
         rows, num_bytes = self.payload.shape
-        block_bytes = BLOCK_SIZE * self.num_bits // 8
+        block_bytes = self.format.block_size * self.num_bits // 8
         expected = (rows, residue_bytes(self.num_blocks))
         if num_bytes % block_bytes or tuple(self.scale_bytes.shape) != expected:
             raise ValueError(
@@ -180,6 +237,11 @@ class SiteHint:
             )
 
     @property
+    def format(self) -> NumberFormat:
+        """Format of the values."""
+        return NUMBER_FORMATS[self.number_format]
+
+    @property
     def num_rows(self) -> int:
         """Rows (token positions) of the hint."""
         return self.scale_bytes.shape[0]
@@ -187,12 +249,12 @@ class SiteHint:
     @property
     def num_values(self) -> int:
         """Values of a row."""
-        return self.num_blocks * BLOCK_SIZE
+        return self.num_blocks * self.format.block_size
 
     @property
     def num_blocks(self) -> int:
         """Blocks of a row."""
-        return self.payload.shape[1] * 8 // (BLOCK_SIZE * self.num_bits)
+        return self.payload.shape[1] * 8 // (self.format.block_size * self.num_bits)
 
     @property
     def num_bytes(self) -> int:
@@ -200,17 +262,34 @@ class SiteHint:
         return self.payload.numel() + self.scale_bytes.numel()
 
 
-def require_hint_bits(num_bits: int, key: HintKey | None = None) -> None:
-    """Raises ValueError unless num_bits is that of a hint."""
-    if num_bits not in HINT_BITS:
+def site_format(formats: FormatSet, site: Site) -> NumberFormat:
+    """Gives the format of the values of a site."""
+    return formats.kv_cache if site.is_cached else formats.activations
+
+
+def stored_bits(number_format: NumberFormat, hint_bits: int) -> int:
+    """Gives the bits per value of a hint where a run asks for some of `HINT_BITS`."""
+    return number_format.code_bits if hint_bits == HINT_BITS[-1] else hint_bits
+
+
+def require_hint_bits(
+    num_bits: int, number_format: NumberFormat, key: HintKey | None = None
+) -> None:
+    """Raises ValueError unless num_bits is that of a hint of the format."""
+    if num_bits not in number_format.hint_bits:
         where = "" if key is None else f" ({key})"
-        raise ValueError(f"num_bits must be 1, 2 or 4; got {num_bits}{where}")
+        one, two, code = number_format.hint_bits
+        raise ValueError(f"num_bits must be {one}, {two} or {code}; got {num_bits}{where}")
 
 
-def require_scale_form(scale_form: str, key: HintKey) -> None:
-    """Raises ValueError unless scale_form is that of a hint."""
+def require_scale_form(scale_form: str, number_format: NumberFormat, key: HintKey) -> None:
+    """Raises ValueError unless scale_form is that of a hint of the format."""
     if scale_form not in get_args(ScaleForm):
         raise ValueError(f"scale_form must be raw or residue; got {scale_form!r} ({key})")
+    if scale_form == "residue" and not number_format.has_residues:
+        raise ValueError(
+            f"block scales of {number_format.name} have no residues; keep them raw ({key})"
+        )
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,8 @@ from collections.abc import Iterable
 
 import torch
 
+from megatron_trace.formats import BLOCK_SIZE, MX_BLOCK_SIZE
+
 _MODULUS = 1 << 128
 
 
@@ -21,7 +23,7 @@ def matrix_digest(
     matrix: str,
     packed_codes: torch.Tensor,
     scale_bytes: torch.Tensor,
-    global_scale: float | torch.Tensor,
+    global_scale: float | torch.Tensor | None,
 ) -> int:
     """Gives the digest of one quantised weight matrix.
 
@@ -30,8 +32,9 @@ def matrix_digest(
         expert: Global index of the expert.
         matrix: `fc1` (gate and up together) or `fc2`.
         packed_codes: uint8 [rows, K / 2].
-        scale_bytes: uint8 [rows, K / 16].
-        global_scale: FP32 decode-side scale of the matrix.
+        scale_bytes: uint8 [rows, K / 16], or [rows, K / 32].
+        global_scale: FP32 decode-side scale of the matrix; None if the format has none, which is
+            that of blocks of 32.
 
     Returns:
         An integer below 2**128; partial sums modulo 2**128 combine by addition.
@@ -40,13 +43,15 @@ def matrix_digest(
         ValueError: The codes or scale bytes are not uint8 matrices of fitting shapes.
     """
     rows, code_bytes = _matrix_shape("packed_codes", packed_codes, layer, expert, matrix)
-    if _matrix_shape("scale_bytes", scale_bytes, layer, expert, matrix) != (rows, code_bytes // 8):
+    num_blocks = code_bytes // (MX_BLOCK_SIZE // 2 if global_scale is None else BLOCK_SIZE // 2)
+    if _matrix_shape("scale_bytes", scale_bytes, layer, expert, matrix) != (rows, num_blocks):
         raise ValueError(
-            f"scale_bytes must be {(rows, code_bytes // 8)} for packed codes {(rows, code_bytes)}; "
+            f"scale_bytes must be {(rows, num_blocks)} for packed codes {(rows, code_bytes)}; "
             f"got {tuple(scale_bytes.shape)} (layer {layer}, expert {expert}, {matrix})"
         )
     digest = hashlib.sha256(f"{layer}/{expert}/{matrix}/{rows}x{code_bytes}/".encode())
-    digest.update(struct.pack("<f", float(global_scale)))
+    if global_scale is not None:
+        digest.update(struct.pack("<f", float(global_scale)))
     digest.update(packed_codes.detach().cpu().contiguous().numpy())
     digest.update(scale_bytes.detach().cpu().contiguous().numpy())
     return int.from_bytes(digest.digest()[:16], "little")

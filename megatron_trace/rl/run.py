@@ -159,7 +159,7 @@ class RlRun:
         """
         weights = self.named_weights()
         digest = self.engine.push_weights(weights, policy_version)
-        if self.sites.quantises and self.sites.shape.num_experts:
+        if self.sites.quantises_experts:
             own = expert_weight_digest(self.model, self.sites)
         else:
             own = plain_digest(weights)

@@ -13,6 +13,7 @@ from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.transformer import TransformerConfig
 
 from megatron_trace.config import DEFAULT_HINT_SITES, TraceConfig
+from megatron_trace.formats import FORMAT_SETS, FormatSet
 from megatron_trace.hints import HintStore, QuantizerSettings, RolloutSample, Site
 from megatron_trace.models.hybrid import causal_mask, decoder_layers, pattern_sites
 from megatron_trace.rollout.kv_cache import kv_bytes_per_token
@@ -39,7 +40,8 @@ class RolloutEngine:
     """Generates samples in BF16 or FP4 and records what its quantisers did.
 
     Order of calls: `load_weights`, `calibrate` (or `use_settings`), then `push_weights` and
-    `generate` in turn. Method bf16 needs no calibration.
+    `generate` in turn. Method bf16 needs no calibration, nor do formats without global scales,
+    for which `calibrate` may be called and changes nothing.
 
     Args:
         model_config: Configuration of the trained model; the engine computes in BF16.
@@ -59,7 +61,7 @@ class RolloutEngine:
         experts_without_calibration: By decoder layer, experts that got no calibration token.
 
     Raises:
-        ValueError: The model is spread over ranks, or a quantised width is not a multiple of 16.
+        ValueError: The model is spread over ranks, or a quantised width is not whole blocks.
     """
 
     def __init__(
@@ -83,7 +85,7 @@ class RolloutEngine:
         self.quantised = trace.method != "bf16"
         self.model = build_engine_model(
             model_config,
-            quantised=self.quantised,
+            trace=trace,
             pattern=pattern,
             vocab_size=vocab_size,
             max_sequence_length=max_sequence_length,
@@ -92,6 +94,7 @@ class RolloutEngine:
         )
         self.layers = decoder_layers(self.model)
         self._has_experts = any(layer.moe is not None for layer in self.layers)
+        self._quantises_experts = self._has_experts and trace.quantises_experts
         self._guided_sites = tuple(Site(site) for site in trace.sites_in(pattern_sites(pattern)))
         self._recorder = Recorder(self._recorded_places())
         self.sites = RolloutSites(trace, self._recorder)
@@ -103,7 +106,7 @@ class RolloutEngine:
         self._server = Server(
             self.model,
             self.sites,
-            packed=self.quantised,
+            packed=trace.quantises_kv,
             eod_token=eod_token,
             max_requests=max_requests,
             max_sequence_length=max_sequence_length,
@@ -114,16 +117,18 @@ class RolloutEngine:
         self._settings: QuantizerSettings | None = None
         self._has_plain_weights = False
         self._policy_version: int | None = None
+        if self.quantised and not self._formats.weights.has_global_scale:
+            self.use_settings(self._settings_of({}))
 
     @property
     def settings(self) -> QuantizerSettings | None:
-        """Settings of the quantisers; None before calibration and for method bf16."""
+        """Settings of the quantisers; None for method bf16, and before any needed calibration."""
         return self._settings
 
     @property
     def kv_bytes_per_token(self) -> int:
         """Bytes that a token's keys and values take in this engine's cache."""
-        return self._kv_bytes(packed=self.quantised)
+        return self._kv_bytes(packed=self.trace.quantises_kv)
 
     @property
     def kv_bytes_per_token_bf16(self) -> int:
@@ -147,7 +152,7 @@ class RolloutEngine:
         """Fixes the global scales of all sites from what these tokens give.
 
         Args:
-            token_batches: integer [B, S] each.
+            token_batches: integer [B, S] each; not read if the formats have no global scales.
 
         Raises:
             RuntimeError: No unquantised weights are loaded, a site saw no data, or an activation
@@ -157,6 +162,8 @@ class RolloutEngine:
         self._require_quantising("calibrate")
         if not self._has_plain_weights:
             raise RuntimeError("calibrate needs unquantised weights; call load_weights before it")
+        if not self._formats.weights.has_global_scale:
+            return
         batches = list(token_batches)
         require_tokens(batches, self.model.vocab_size)
 
@@ -171,7 +178,7 @@ class RolloutEngine:
         self._settings = None
         collect_amax(self.model, self.layers, forward_loop)
         scales, self.experts_without_calibration = calibrated_scales(
-            self.layers, power_of_two=self.trace.power_of_two_scales
+            self.layers, self._formats, power_of_two=self.trace.power_of_two_scales
         )
         self._warn_of_unseen_experts()
         self.use_settings(self._settings_of(scales))
@@ -187,7 +194,8 @@ class RolloutEngine:
         for field in dataclasses.fields(QuantizerSettings):
             theirs, ours = getattr(settings, field.name), getattr(own, field.name)
             if field.name == "global_scales":
-                ours, theirs = sorted(self._places()), sorted(theirs)
+                ours = sorted(self._places()) if self._formats.weights.has_global_scale else []
+                theirs = sorted(theirs)
             if theirs != ours:
                 raise ValueError(
                     f"settings with {field.name} {theirs} do not fit an engine with {ours}"
@@ -203,8 +211,8 @@ class RolloutEngine:
             policy_version: Version of the weights, noted in samples and hints.
 
         Returns:
-            Digest of the quantised expert weights. Where none is quantised (method bf16, or a
-            model without routed experts), of all weights in BF16.
+            Digest of the quantised expert weights. Where none is quantised (method bf16, KV cache
+            only, or a model without routed experts), of all weights in BF16.
 
         Raises:
             RuntimeError: The engine is not calibrated.
@@ -213,10 +221,11 @@ class RolloutEngine:
         self._require_calibrated("push_weights")
         started = time.perf_counter()
         self.load_weights(named)
-        if self.quantised and self._has_experts:
+        if self._quantises_experts:
             self._has_plain_weights = False
             digest = quantise_experts(
                 self.layers,
+                number_format=self._formats.weights,
                 power_of_two_scales=self.trace.power_of_two_scales,
                 implementation=self.trace.implementation,
             )
@@ -291,8 +300,16 @@ class RolloutEngine:
 
     def _settings_of(self, scales: dict[Place, float]) -> QuantizerSettings:
         return QuantizerSettings(
-            scales, power_of_two_scales=self.trace.power_of_two_scales, model_id=self.model_id
+            scales,
+            number_format=self.trace.number_format,
+            quantised_parts=self.trace.quantised_parts,
+            power_of_two_scales=self.trace.power_of_two_scales,
+            model_id=self.model_id,
         )
+
+    @property
+    def _formats(self) -> FormatSet:
+        return FORMAT_SETS[self.trace.number_format]
 
     def _store(self, store: HintStore, samples: list[RolloutSample]) -> None:
         assert self._settings is not None, "only a quantising engine records"
@@ -302,7 +319,7 @@ class RolloutEngine:
                 store,
                 samples,
                 records,
-                self._settings.global_scales,
+                self._settings,
                 hint_bits=self.trace.hint_bits,
                 hint_scales=self.trace.hint_scales,
                 hint_sites=self._hint_sites(),
@@ -342,7 +359,7 @@ class RolloutEngine:
                 places += [(layer.index, Site.FC1), (layer.index, Site.FC2)]
             if layer.attention is not None:
                 places += [(layer.index, Site.K), (layer.index, Site.V)]
-        return places
+        return [place for place in places if place[1] in self.trace.quantised_sites]
 
     def _recorded_places(self) -> list[Place]:
         if not self.quantised:
@@ -360,7 +377,8 @@ class RolloutEngine:
 
     def _kv_bytes(self, *, packed: bool) -> int:
         num_layers = sum(layer.attention is not None for layer in self.layers)
-        return kv_bytes_per_token(self.model.config, num_layers, packed=packed)
+        number_format = self._formats.kv_cache if packed else None
+        return kv_bytes_per_token(self.model.config, num_layers, number_format)
 
     def _warn_of_unseen_experts(self) -> None:
         for layer, experts in self.experts_without_calibration.items():

@@ -1,7 +1,8 @@
 """The engine's paged K/V cache: plain, or packed FP4 codes with their block scales.
 
 Legend: T tokens of a step (padded), G key/value heads, D head dim, P pages, S tokens of a page,
-R requests, M tokens that are read of each request.
+R requests, M tokens that are read of each request, C packed bytes of D values: their codes, then a
+byte for each block scale.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from megatron.core.inference.config import InferenceConfig, KVCacheManagementMod
 from megatron.core.inference.contexts.dynamic_context import DynamicInferenceContext
 from megatron.core.transformer import TransformerConfig
 
-from megatron_trace.formats import BLOCK_SIZE, decode, unpack_codes
+from megatron_trace.formats import NumberFormat, ops
 from megatron_trace.hints import Site
 from megatron_trace.rollout.sites import OPERAND_DTYPE, RolloutSites
 
@@ -27,11 +28,13 @@ class Pages:
     """The pages of keys or values of one layer.
 
     Attributes:
-        stored: [P, S, G, D], or uint8 [P, S, G, D / 2 + D / 16] if packed.
-        global_scale: FP32 0-d tensor if packed, None if plain.
+        stored: [P, S, G, D], or uint8 [P, S, G, C] if packed.
+        number_format: Format of packed values; None if plain.
+        global_scale: FP32 0-d tensor if the format has one.
     """
 
     stored: torch.Tensor
+    number_format: NumberFormat | None = None
     global_scale: torch.Tensor | None = None
 
     def read(self, block_table: torch.Tensor, num_tokens: int) -> torch.Tensor:
@@ -44,31 +47,49 @@ class Pages:
         num_pages = -(-num_tokens // self.stored.shape[1])
         pages = block_table[:, :num_pages].long().clamp(min=0)
         values = self.stored[pages].flatten(1, 2)[:, :num_tokens]
-        if self.global_scale is None:
+        if self.number_format is None:
             return values
-        return unpack_values(values, self.global_scale)
+        return unpack_values(values, self.number_format, self.global_scale)
 
 
-def unpack_values(packed: torch.Tensor, global_scale: torch.Tensor) -> torch.Tensor:
-    """Gives the BF16 values [..., D] of packed ones, uint8 [..., D / 2 + D / 16]."""
-    head_dim = packed.shape[-1] * BLOCK_SIZE // (BLOCK_SIZE // 2 + 1)
-    codes, scale_bytes = packed.split([head_dim // 2, head_dim // BLOCK_SIZE], dim=-1)
-    return decode(unpack_codes(codes), scale_bytes.contiguous(), global_scale, OPERAND_DTYPE)
+def unpack_values(
+    packed: torch.Tensor, number_format: NumberFormat, global_scale: torch.Tensor | None
+) -> torch.Tensor:
+    """Gives the BF16 values [..., D] of packed ones, uint8 [..., C]."""
+    num_blocks = packed.shape[-1] // _packed_bytes(number_format.block_size, number_format)
+    code_bytes = packed.shape[-1] - num_blocks
+    codes, scale_bytes = packed.split([code_bytes, num_blocks], dim=-1)
+    return ops.decode(
+        codes,
+        scale_bytes.contiguous(),
+        global_scale,
+        number_format=number_format,
+        dtype=OPERAND_DTYPE,
+    )
 
 
 def kv_bytes_per_token(
-    config: TransformerConfig, num_attention_layers: int, *, packed: bool
+    config: TransformerConfig, num_attention_layers: int, number_format: NumberFormat | None
 ) -> int:
-    """Gives the bytes that keys and values of a token take in the cache, over all layers."""
+    """Gives the bytes that keys and values of a token take in the cache, over all layers.
+
+    Args:
+        config: Configuration of the model.
+        num_attention_layers: Layers that have keys and values.
+        number_format: Format in which they are packed; None if they are plain.
+    """
     num_heads = config.num_query_groups or config.num_attention_heads
     head_dim = config.kv_channels
     assert head_dim is not None, "TransformerConfig sets kv_channels"
-    per_head = _packed_bytes(head_dim) if packed else head_dim * config.params_dtype.itemsize
+    if number_format is None:
+        per_head = head_dim * config.params_dtype.itemsize
+    else:
+        per_head = _packed_bytes(head_dim, number_format)
     return 2 * num_attention_layers * num_heads * per_head
 
 
-def _packed_bytes(head_dim: int) -> int:
-    return head_dim // 2 + head_dim // BLOCK_SIZE
+def _packed_bytes(num_values: int, number_format: NumberFormat) -> int:
+    return num_values * number_format.code_bits // 8 + num_values // number_format.block_size
 
 
 class PlainKVContext(DynamicInferenceContext):
@@ -162,16 +183,22 @@ class PlainKVContext(DynamicInferenceContext):
 
 
 class PackedKVContext(PlainKVContext):
-    """Paged cache of FP4 codes and block scales: D / 2 + D / 16 bytes per token and head.
+    """Paged cache of packed codes and block scales: C bytes per token and head.
 
     Keys and values are quantised once, when they are written, and attention reads them back from
     the bytes in prefill and in decode.
     """
 
     @property
+    def number_format(self) -> NumberFormat:
+        """Format of keys and values."""
+        return self.sites.format_of(Site.K)
+
+    @property
     def block_size_bytes(self) -> int:
         """Bytes of one block of tokens over all layers, from which the block count follows."""
-        per_token = kv_bytes_per_token(self.model_config, self.num_attention_layers, packed=True)
+        layers = self.num_attention_layers
+        per_token = kv_bytes_per_token(self.model_config, layers, self.number_format)
         return self.block_size_tokens * per_token
 
     @block_size_bytes.setter
@@ -180,7 +207,7 @@ class PackedKVContext(PlainKVContext):
         assert unpacked > 0
 
     def stored_form(self, layer: int, site: Site, x: torch.Tensor) -> torch.Tensor:
-        """Gives packed codes and scale bytes of x, [T, G, D], as uint8 [T, G, D / 2 + D / 16]."""
+        """Gives packed codes and scale bytes of x, [T, G, D], as uint8 [T, G, C]."""
         _, packed_codes, scale_bytes = self.sites.record(layer, site, x.flatten(1))
         heads = x.shape[1]
         return torch.cat(
@@ -192,8 +219,8 @@ class PackedKVContext(PlainKVContext):
         keys, values, block_table = super().key_value_cache(layer_number)
         layer = self.decoder_layers[self.layer_map[layer_number - 1]]
         return (
-            Pages(keys.stored, self.sites.scale(layer, Site.K)),
-            Pages(values.stored, self.sites.scale(layer, Site.V)),
+            Pages(keys.stored, self.number_format, self.sites.scale(layer, Site.K)),
+            Pages(values.stored, self.number_format, self.sites.scale(layer, Site.V)),
             block_table,
         )
 
@@ -205,7 +232,7 @@ class PackedKVContext(PlainKVContext):
                 self.kv_block_allocator.total_count,
                 self.block_size_tokens,
                 self.num_attention_heads_per_partition,
-                _packed_bytes(self.hidden_size_per_attention_head),
+                _packed_bytes(self.hidden_size_per_attention_head, self.number_format),
             ),
             dtype=torch.uint8,
             device=torch.cuda.current_device(),

@@ -8,7 +8,8 @@ import torch
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.transformer import TransformerConfig
 
-from megatron_trace.formats import BLOCK_SIZE
+from megatron_trace.config import TraceConfig
+from megatron_trace.formats import FORMAT_SETS
 from megatron_trace.models.hybrid import HybridModules, build_hybrid_model
 from megatron_trace.rollout.attention import EngineCoreAttention, PagedSelfAttention
 from megatron_trace.rollout.moe import EngineMoELayer
@@ -17,7 +18,7 @@ from megatron_trace.rollout.moe import EngineMoELayer
 def build_engine_model(
     model_config: TransformerConfig,
     *,
-    quantised: bool,
+    trace: TraceConfig,
     pattern: str,
     vocab_size: int,
     max_sequence_length: int,
@@ -28,7 +29,7 @@ def build_engine_model(
 
     Args:
         model_config: Configuration of the trained model.
-        quantised: Whether widths must be whole blocks.
+        trace: Settings of TRACE; quantised widths must be whole blocks.
         pattern: Hybrid layer pattern, such as `*E*E`.
         vocab_size: Rows of the embedding.
         max_sequence_length: Longest sequence in tokens.
@@ -36,11 +37,10 @@ def build_engine_model(
         rotary_base: Base period of RoPE.
 
     Raises:
-        ValueError: The model is spread over ranks, or a quantised width is not a multiple of 16.
+        ValueError: The model is spread over ranks, or a quantised width is not whole blocks.
     """
     _require_one_rank(model_config)
-    if quantised:
-        _require_whole_blocks(model_config)
+    _require_whole_blocks(model_config, trace)
     config = dataclasses.replace(
         model_config,
         params_dtype=torch.bfloat16,
@@ -79,14 +79,16 @@ def _require_one_rank(config: TransformerConfig) -> None:
             )
 
 
-def _require_whole_blocks(config: TransformerConfig) -> None:
-    widths = [("kv_channels", "k and v")]
-    if config.num_moe_experts is not None:
-        widths += [("hidden_size", "fc1"), ("moe_ffn_hidden_size", "fc2")]
-    for name, site in widths:
-        width = getattr(config, name)
-        if width % BLOCK_SIZE:
+def _require_whole_blocks(config: TransformerConfig, trace: TraceConfig) -> None:
+    formats = FORMAT_SETS[trace.number_format]
+    widths = [("kv_channels", "k and v", formats.kv_cache)] if trace.quantises_kv else []
+    if config.num_moe_experts is not None and trace.quantises_experts:
+        widths += [("hidden_size", "fc1", formats.activations)]
+        widths += [("moe_ffn_hidden_size", "fc2", formats.activations)]
+    for name, site, number_format in widths:
+        width, block = getattr(config, name), number_format.block_size
+        if width % block:
             raise ValueError(
-                f"{name} must be a multiple of {BLOCK_SIZE}, the block of NVFP4, to quantise site "
-                f"{site}; got {width}"
+                f"{name} must be a multiple of {block}, the block of {number_format.name}, to "
+                f"quantise site {site}; got {width}"
             )

@@ -23,12 +23,13 @@ class EngineMoELayer(DispatchInputMoELayer):
     def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
         self.place: tuple[RolloutSites, int] | None = None
-        self.dispatch_input_quantizer: torch.nn.Module | None = None
+        self.dispatch_input_quantizer: Any = None
 
     def transform_dispatch_input(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Gives the fake-quantised input [S, B, H]; the input itself if not quantised."""
-        if self.dispatch_input_quantizer is not None:
-            return self.dispatch_input_quantizer(hidden_states)
+        quantiser = self.dispatch_input_quantizer
+        if quantiser is not None and quantiser.is_enabled:
+            return quantiser(hidden_states)
         if self.place is not None:
             sites, layer = self.place
             sites.check_finite(layer, Site.FC1, hidden_states.flatten(0, 1))

@@ -19,14 +19,14 @@ from modelopt.torch.quantization.nn.modules.tensor_quantizer import register_qua
 from torch.utils.hooks import RemovableHandle
 
 from megatron_trace import compat
-from megatron_trace.formats import global_scale_from_amax
-from megatron_trace.hints import Site
+from megatron_trace.formats import FORMAT_SETS, FormatSet, NumberFormat
+from megatron_trace.hints import Site, site_format
 from megatron_trace.models.hybrid import DecoderLayer, named_expert_linears
 from megatron_trace.rollout.attention import EngineCoreAttention
 from megatron_trace.rollout.moe import EngineMoELayer
 from megatron_trace.rollout.sites import RolloutSites
 
-BACKEND = "trace_nvfp4"
+BACKEND = "megatron_trace"
 
 
 @QuantModuleRegistry.register({EngineMoELayer: "megatron_trace.EngineMoELayer"})
@@ -68,27 +68,47 @@ def _quantise(inputs: torch.Tensor, quantiser: TensorQuantizer) -> torch.Tensor:
 register_quant_backend(BACKEND, _quantise)
 
 
-def quant_config(*, has_experts: bool) -> dict[str, Any]:
-    """Gives ModelOpt's configuration: routed experts W4A4, K/V FP4, fc1's input before dispatch.
+def quant_config(
+    number_format: str = "nvfp4", *, experts: bool = True, kv: bool = True
+) -> dict[str, Any]:
+    """Gives ModelOpt's configuration: routed experts, K/V, and fc1's input before dispatch.
 
     Args:
-        has_experts: Whether the model has MoE layers; ModelOpt refuses rules for weights that
-            match none.
+        number_format: Name of the formats of weights, activations and KV cache.
+        experts: Whether experts are quantised; False where there are none, as ModelOpt refuses
+            rules for weights that match none.
+        kv: Whether keys and values are quantised.
     """
+    formats = FORMAT_SETS[number_format]
     config = copy.deepcopy(mtq.NVFP4_EXPERTS_ONLY_CFG)
-    if not has_experts:
-        config["quant_cfg"] = [rule for rule in config["quant_cfg"] if not rule.get("cfg")]
-    kv_rules = copy.deepcopy(mtq.NVFP4_KV_CFG["quant_cfg"])
-    nvfp4 = kv_rules[0]["cfg"]
-    config["quant_cfg"] += [
-        *kv_rules,
-        {"quantizer_name": "*dispatch_input_quantizer", "cfg": nvfp4},
-        {"quantizer_name": "*.experts.*linear_fc1.input_quantizer", "enable": False},
-    ]
-    for rule in config["quant_cfg"]:
+    rules = [rule for rule in config["quant_cfg"] if experts or not rule.get("cfg")]
+    for rule in rules:
         if rule.get("cfg"):
-            rule["cfg"] = {**rule["cfg"], "backend": BACKEND}
-    return config
+            is_weight = rule["quantizer_name"].endswith("weight_quantizer")
+            rule["cfg"] = _attributes(formats.weights if is_weight else formats.activations)
+    if kv:
+        kv_attributes = _attributes(formats.kv_cache)
+        rules.append({"quantizer_name": "*[kv]_bmm_quantizer", "cfg": kv_attributes})
+    if experts:
+        rules += [
+            {
+                "quantizer_name": "*dispatch_input_quantizer",
+                "cfg": _attributes(formats.activations),
+            },
+            {"quantizer_name": "*.experts.*linear_fc1.input_quantizer", "enable": False},
+        ]
+    return config | {"quant_cfg": rules}
+
+
+def _attributes(number_format: NumberFormat) -> dict[str, Any]:
+    """Gives what ModelOpt's own recipes say of a format; its 4over6 is for static weights only."""
+    recipe, rule = {
+        "nvfp4": (mtq.NVFP4_KV_CFG, 0),
+        "nvfp4_4over6": (mtq.NVFP4_KV_CFG, 0),
+        "mxfp4": (mtq.MXFP4_DEFAULT_CFG, 1),
+        "mxfp8": (mtq.MXFP8_DEFAULT_CFG, 1),
+    }[number_format.name]
+    return {**copy.deepcopy(recipe["quant_cfg"][rule]["cfg"]), "backend": BACKEND}
 
 
 def insert_quantisers(
@@ -101,8 +121,10 @@ def insert_quantisers(
         layers: Its decoder layers.
         sites: What quantises there.
     """
+    trace = sites.trace
     has_experts = any(layer.moe is not None for layer in layers)
-    mtq.quantize(model, quant_config(has_experts=has_experts))
+    experts = has_experts and trace.quantises_experts
+    mtq.quantize(model, quant_config(trace.number_format, experts=experts, kv=trace.quantises_kv))
     for layer in layers:
         if layer.attention is not None:
             compat.restore_attention_methods(layer.attention)
@@ -181,7 +203,10 @@ def _finite_checks(model: HybridModel, layers: Iterable[DecoderLayer]) -> list[R
 
 
 def site_quantisers(layer: DecoderLayer) -> dict[Site, dict[int, TensorQuantizer]]:
-    """Gives the activation quantisers of a layer by site and expert; 0 where there is one."""
+    """Gives the activation quantisers of a layer by site and expert; 0 where there is one.
+
+    Sites whose quantisers are disabled, because their part is not quantised, are left out.
+    """
     quantisers: dict[Site, dict[int, TensorQuantizer]] = {}
     if layer.moe is not None:
         moe: Any = layer.moe
@@ -195,11 +220,15 @@ def site_quantisers(layer: DecoderLayer) -> dict[Site, dict[int, TensorQuantizer
         core: Any = layer.attention.core_attention
         quantisers[Site.K] = {0: core.k_bmm_quantizer}
         quantisers[Site.V] = {0: core.v_bmm_quantizer}
-    return quantisers
+    return {
+        site: by_expert
+        for site, by_expert in quantisers.items()
+        if all(quantiser.is_enabled for quantiser in by_expert.values())
+    }
 
 
 def calibrated_scales(
-    layers: Iterable[DecoderLayer], *, power_of_two: bool
+    layers: Iterable[DecoderLayer], formats: FormatSet, *, power_of_two: bool
 ) -> tuple[dict[tuple[int, Site], float], dict[int, tuple[int, ...]]]:
     """Gives the global scale of every place from what the quantisers saw.
 
@@ -208,6 +237,7 @@ def calibrated_scales(
 
     Args:
         layers: Decoder layers of the engine's model, calibrated.
+        formats: Formats that have global scales.
         power_of_two: Whether scales are rounded up to powers of two.
 
     Returns:
@@ -235,7 +265,9 @@ def calibrated_scales(
             amax = torch.stack([value.float().reshape(()) for value in seen.values()]).max()
             for quantiser in quantisers.values():
                 quantiser.amax = amax.clone()
-            scales[layer.index, site] = float(global_scale_from_amax(amax, power_of_two))
+            scale = site_format(formats, site).global_scale_from_amax(amax, power_of_two)
+            assert scale is not None, "formats without global scales are not calibrated"
+            scales[layer.index, site] = float(scale)
             if site == Site.FC2:
                 unseen[layer.index] = tuple(key for key in quantisers if key not in seen)
     return scales, unseen

@@ -1,7 +1,8 @@
 """What the engine's quantisers did, by sample, token position, decoder layer and site.
 
 Legend: N rows of one engine step that belong to a request, R rows of a sample, K values of a row,
-B = K / 16 blocks of a row, k expert slots of a token. A row of fc2 is its k slots side by side.
+B blocks of a row, C bits of a code, k expert slots of a token. A row of fc2 is its k slots side by
+side.
 """
 
 from __future__ import annotations
@@ -109,7 +110,7 @@ class Recorder:
         Args:
             layer: Decoder layer.
             site: Site.
-            packed_codes: uint8 [>= N, K / 2]; rows beyond N are padding.
+            packed_codes: uint8 [>= N, K * C / 8]; rows beyond N are padding.
             scale_bytes: uint8 [>= N, B].
 
         Raises:
@@ -172,7 +173,7 @@ class Recorder:
             num_rows: R of each sample, in the order of the samples.
 
         Returns:
-            By place: packed codes uint8 [sum of R, K / 2], scale bytes uint8 [sum of R, B].
+            By place: packed codes uint8 [sum of R, K * C / 8], scale bytes uint8 [sum of R, B].
 
         Raises:
             RuntimeError: A position of a sample was not recorded exactly once.

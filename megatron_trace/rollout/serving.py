@@ -19,6 +19,7 @@ from megatron.core.inference.text_generation_controllers.text_generation_control
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 
 from megatron_trace import compat
+from megatron_trace.hints import Site
 from megatron_trace.models.hybrid import decoder_layers
 from megatron_trace.models.routing import global_replay_instances
 from megatron_trace.rollout.kv_cache import (
@@ -58,7 +59,7 @@ class Server:
     Args:
         model: Model of the engine.
         sites: Sites of the engine.
-        packed: Whether K/V are stored as FP4.
+        packed: Whether K/V are stored as codes and block scales.
         eod_token: Token that ends a response.
         max_requests: Requests that run at a time.
         max_sequence_length: Longest prompt and response together, in tokens.
@@ -90,7 +91,11 @@ class Server:
             model.config,
             inference_config(
                 model,
-                kv_bytes_per_token(model.config, len(attention_layers), packed=packed),
+                kv_bytes_per_token(
+                    model.config,
+                    len(attention_layers),
+                    sites.format_of(Site.K) if packed else None,
+                ),
                 max_requests=max_requests,
                 max_sequence_length=max_sequence_length,
                 block_size_tokens=block_size_tokens,

@@ -1,7 +1,7 @@
 """What happens at the quantised sites of one engine: scales, counters, checks, recording.
 
 Legend: N rows (tokens of the step, or dispatched tokens of one expert), K values of a row,
-B = K / 16 blocks of a row.
+B blocks of a row.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections.abc import Callable
 import torch
 
 from megatron_trace.config import TraceConfig
-from megatron_trace.formats import ops
-from megatron_trace.hints import QuantizerSettings, Site
+from megatron_trace.formats import FORMAT_SETS, NumberFormat, ops
+from megatron_trace.hints import QuantizerSettings, Site, site_format
 from megatron_trace.rollout.recorder import Recorder
 
 OPERAND_DTYPE = torch.bfloat16
@@ -43,9 +43,13 @@ class RolloutSites:
             for place, scale in settings.global_scales.items()
         }
 
-    def scale(self, layer: int, site: Site) -> torch.Tensor:
-        """Gives the FP32 global scale of a place, 0-d."""
-        return self._scales[layer, site]
+    def format_of(self, site: Site) -> NumberFormat:
+        """Gives the number format of a site."""
+        return site_format(FORMAT_SETS[self.trace.number_format], site)
+
+    def scale(self, layer: int, site: Site) -> torch.Tensor | None:
+        """Gives the FP32 global scale of a place, 0-d; None if its format has none."""
+        return self._scales[layer, site] if self.format_of(site).has_global_scale else None
 
     def record(
         self, layer: int, site: Site, x: torch.Tensor
@@ -59,15 +63,17 @@ class RolloutSites:
 
         Returns:
             y: BF16 [N, K], fake-quantised.
-            packed_codes: uint8 [N, K / 2].
+            packed_codes: uint8 [N, K * bits of a code / 8].
             scale_bytes: uint8 [N, B].
         """
         self.calls[site] += 1
         self.check_finite(layer, site, x)
+        number_format = self.format_of(site)
         y, packed_codes, scale_bytes = ops.rtn_record(
             x,
             self.scale(layer, site),
-            num_bits=4,
+            num_bits=number_format.code_bits,
+            number_format=number_format,
             dtype=OPERAND_DTYPE,
             implementation=self.trace.implementation,
         )
@@ -99,11 +105,23 @@ class RolloutSites:
         """
         self.calls[site] += 1
         self.check_finite(layer, site, x, row_of)
-        scale, implementation = self.scale(layer, site), self.trace.implementation
+        scale, number_format = self.scale(layer, site), self.format_of(site)
+        implementation = self.trace.implementation
         if not self.recorder.keeps(layer, site):
-            return ops.rtn(x, scale, dtype=OPERAND_DTYPE, implementation=implementation)
+            return ops.rtn(
+                x,
+                scale,
+                number_format=number_format,
+                dtype=OPERAND_DTYPE,
+                implementation=implementation,
+            )
         y, packed_codes, scale_bytes = ops.rtn_record(
-            x, scale, num_bits=4, dtype=OPERAND_DTYPE, implementation=implementation
+            x,
+            scale,
+            num_bits=number_format.code_bits,
+            number_format=number_format,
+            dtype=OPERAND_DTYPE,
+            implementation=implementation,
         )
         self.recorder.put_slots(
             layer, site, packed_codes, scale_bytes, slots=slots(), num_slots=num_slots

@@ -10,11 +10,14 @@ import torch
 from megatron_trace.hints import (
     HintKey,
     HintStore,
+    QuantizerSettings,
     RecordKind,
     RolloutSample,
     ScaleForm,
     Site,
     encode_packed_hint,
+    site_format,
+    stored_bits,
 )
 from megatron_trace.rollout.recorder import Place
 
@@ -23,7 +26,7 @@ def store_records(
     store: HintStore,
     samples: Sequence[RolloutSample],
     records: Mapping[Place, tuple[torch.Tensor, torch.Tensor]],
-    global_scales: Mapping[Place, float],
+    settings: QuantizerSettings,
     *,
     hint_bits: int,
     hint_scales: ScaleForm = "raw",
@@ -35,9 +38,9 @@ def store_records(
     Args:
         store: Gets a hint per sample and place, and full codes of the diagnostic samples.
         samples: The samples in the order of the records.
-        records: By place: packed codes uint8 [sum of R, K / 2], scale bytes [sum of R, B].
-        global_scales: FP32 decode-side scale of each place.
-        hint_bits: Bits per value of a hint.
+        records: By place: packed codes uint8 [sum of R, ...], scale bytes [sum of R, B].
+        settings: Settings of the quantisers that were recorded.
+        hint_bits: Bits per value of a hint, of 1, 2, and 4 for whole codes.
         hint_scales: How a hint keeps block scales; full codes always keep them raw.
         hint_sites: Sites that guide training; the others are recorded for diagnostics only.
         diagnostic_share: Share of the samples that keep full codes.
@@ -45,16 +48,20 @@ def store_records(
     diagnostic = [is_diagnostic(sample.sample_id, diagnostic_share) for sample in samples]
     num_rows = [sample.num_rows for sample in samples]
     for (layer, site), (packed_codes, scale_bytes) in records.items():
-        scale = global_scales[layer, site]
+        scale = settings.global_scale(layer, site)
+        number_format = site_format(settings.formats, site)
+        bits, all_bits = (stored_bits(number_format, asked) for asked in (hint_bits, 4))
         rows = zip(packed_codes.split(num_rows), scale_bytes.split(num_rows), strict=True)
         for sample, keeps_codes, (codes, scales) in zip(samples, diagnostic, rows, strict=True):
             key = HintKey(
                 sample.sample_id, layer, site, sample.policy_version, sample.settings_digest
             )
             if site in hint_sites:
-                store.put(encode_packed_hint(key, codes, scales, scale, hint_bits, hint_scales))
+                form = bits, hint_scales, number_format
+                store.put(encode_packed_hint(key, codes, scales, scale, *form))
             if keeps_codes:
-                store.put(encode_packed_hint(key, codes, scales, scale, 4), RecordKind.CODES)
+                form = all_bits, "raw", number_format
+                store.put(encode_packed_hint(key, codes, scales, scale, *form), RecordKind.CODES)
 
 
 def is_diagnostic(sample_id: str, share: float) -> bool:

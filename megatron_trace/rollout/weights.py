@@ -14,7 +14,7 @@ from modelopt.torch.quantization.nn import TensorQuantizer
 
 from megatron_trace import compat
 from megatron_trace.config import Implementation
-from megatron_trace.formats import global_scale_from_amax, ops
+from megatron_trace.formats import NumberFormat, ops
 from megatron_trace.hints.weight_digest import combine_digests, matrix_digest
 from megatron_trace.models.hybrid import DecoderLayer, named_expert_linears
 from megatron_trace.rollout.sites import OPERAND_DTYPE
@@ -56,7 +56,11 @@ def copy_weights(model: torch.nn.Module, named: Mapping[str, torch.Tensor]) -> N
 
 @torch.no_grad()
 def quantise_experts(
-    layers: Iterable[DecoderLayer], *, power_of_two_scales: bool, implementation: Implementation
+    layers: Iterable[DecoderLayer],
+    *,
+    number_format: NumberFormat,
+    power_of_two_scales: bool,
+    implementation: Implementation,
 ) -> str:
     """Replaces the routed experts' weights by their fake-quantised values.
 
@@ -65,6 +69,7 @@ def quantise_experts(
 
     Args:
         layers: Decoder layers of the engine's model, with BF16 weights.
+        number_format: Format of the weights.
         power_of_two_scales: Whether global scales are rounded up to powers of two.
         implementation: Kernels of the number formats.
 
@@ -74,10 +79,11 @@ def quantise_experts(
     digests = []
     for layer in layers:
         for expert, matrix, linear in named_expert_linears(layer):
-            quantiser = _WeightQuantiser(power_of_two_scales, implementation)
+            quantiser = _WeightQuantiser(number_format, power_of_two_scales, implementation)
             tensor_quantizer = cast("TensorQuantizer", linear.weight_quantizer)
             weight = cast("torch.Tensor", linear.weight)
-            tensor_quantizer.amax = weight.abs().amax().float()
+            if number_format.has_global_scale:
+                tensor_quantizer.amax = weight.abs().amax().float()
             compat.set_quantizer_action(tensor_quantizer, quantiser)
             tensor_quantizer.enable()
             try:
@@ -92,15 +98,27 @@ def quantise_experts(
 class _WeightQuantiser:
     """Quantises one matrix [O, K] and keeps its packed codes, scale bytes and global scale."""
 
-    def __init__(self, power_of_two_scales: bool, implementation: Implementation) -> None:
+    def __init__(
+        self,
+        number_format: NumberFormat,
+        power_of_two_scales: bool,
+        implementation: Implementation,
+    ) -> None:
+        self.number_format = number_format
         self.power_of_two_scales = power_of_two_scales
         self.implementation: Implementation = implementation
-        self.record: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+        self.record: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None = None
 
     def __call__(self, weight: torch.Tensor) -> torch.Tensor:
-        scale = global_scale_from_amax(weight.abs().amax(), self.power_of_two_scales)
+        number_format = self.number_format
+        scale = number_format.global_scale_from_amax(weight.abs().amax(), self.power_of_two_scales)
         y, packed_codes, scale_bytes = ops.rtn_record(
-            weight, scale, num_bits=4, dtype=OPERAND_DTYPE, implementation=self.implementation
+            weight,
+            scale,
+            num_bits=number_format.code_bits,
+            number_format=number_format,
+            dtype=OPERAND_DTYPE,
+            implementation=self.implementation,
         )
         self.record = (packed_codes, scale_bytes, scale)
         return y

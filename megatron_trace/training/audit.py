@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 
 from megatron_trace.models.hybrid import decoder_layers, named_expert_linears
 from megatron_trace.training.report import Tally
-from megatron_trace.training.shape import ModelShape, place_name
+from megatron_trace.training.shape import ModelShape, Place, place_name
 
 QUANTISED_CONFIG_FIELDS = ("fp8", "fp4", "quant_recipe")
 
@@ -37,23 +39,31 @@ def foreign_quantisers(model: HybridModel) -> list[str]:
     return found
 
 
-def unexpected_quantising(tally: Tally, shape: ModelShape, *, expected: bool) -> list[str]:
+def unexpected_quantising(
+    tally: Tally, shape: ModelShape, *, places: Collection[Place], weights: bool
+) -> list[str]:
     """Names the places and weights that were not quantised but should be, or the reverse.
 
     Args:
         tally: What ran.
         shape: What the model has.
-        expected: Whether the method quantises.
+        places: Places that are to be quantised.
+        weights: Whether expert weights are.
     """
-    places = {place_name(place): tally.calls[place] for place in shape.places}
-    places |= {
-        f"the {matrix} weight of layer {layer}, expert {expert}": tally.weight_uses[
-            layer, expert, matrix
-        ]
+    calls = [(place_name(place), tally.calls[place] > 0, place in places) for place in shape.places]
+    calls += [
+        (
+            f"the {matrix} weight of layer {layer}, expert {expert}",
+            tally.weight_uses[layer, expert, matrix] > 0,
+            weights,
+        )
         for layer, expert, matrix in shape.expert_matrices
-    }
-    state = "was not quantised" if expected else "was quantised"
-    return [f"{name} {state}" for name, calls in places.items() if (calls > 0) != expected]
+    ]
+    return [
+        f"{name} was {'not ' if expected else ''}quantised"
+        for name, ran, expected in calls
+        if ran != expected
+    ]
 
 
 def _own_modules(model: HybridModel) -> set[int]:

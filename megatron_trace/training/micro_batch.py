@@ -15,13 +15,20 @@ from functools import partial
 
 import torch
 
-from megatron_trace.formats import BLOCK_SIZE, ops
+from megatron_trace.formats import ops
 from megatron_trace.hints.codec import stack_rows
 from megatron_trace.hints.files import HintSource
 from megatron_trace.hints.part import HintPart
 from megatron_trace.hints.sharding import recorded_rows
 from megatron_trace.hints.store import RecordKind
-from megatron_trace.hints.types import HintKey, RolloutSample, ScaleForm, Site, SiteHint
+from megatron_trace.hints.types import (
+    HintKey,
+    RolloutSample,
+    ScaleForm,
+    Site,
+    SiteHint,
+    stored_bits,
+)
 from megatron_trace.training.layout import TOKEN_SITES
 from megatron_trace.training.rounding import HintRows
 from megatron_trace.training.routing import even_experts
@@ -319,20 +326,24 @@ def _stack(
     place: Place,
     sites: TraceSites,
     positions: int,
-    num_bits: int,
+    hint_bits: int,
     scale_form: ScaleForm,
 ) -> HintRows:
-    columns = sites.shape.columns(place[1])
+    columns, number_format = sites.shape.columns(place[1]), sites.format_of(place[1])
     width = sites.shape.row_width(place[1]) if columns is None else len(columns)
+    num_bits = stored_bits(number_format, hint_bits)
     scale = sites.settings.global_scale(*place)
+    if scale is not None:
+        scale = torch.tensor(scale).item()  # as hints keep it, in FP32
     for hint in hints:
         if hint is None:
             continue
         for name, got, expected in (
+            ("number format", hint.number_format, number_format.name),
             ("values of a row", hint.num_values, width),
             ("bits per value", hint.num_bits, num_bits),
             ("form of block scales", hint.scale_form, scale_form),
-            ("global scale", hint.global_scale, torch.tensor(scale).item()),
+            ("global scale", hint.global_scale, scale),
         ):
             if got != expected:
                 raise ValueError(f"hint has {name} {got}, expected {expected} ({hint.key})")
@@ -344,6 +355,8 @@ def _stack(
     )
     if scale_form == "residue":
         scale_bytes = ops.unpack_residues(
-            scale_bytes, width // BLOCK_SIZE, implementation=sites.trace.implementation
+            scale_bytes,
+            width // number_format.block_size,
+            implementation=sites.trace.implementation,
         )
-    return HintRows(payload, scale_bytes, num_bits, present, scale_form)
+    return HintRows(payload, scale_bytes, num_bits, present, scale_form, number_format)

@@ -15,7 +15,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 
 from megatron_trace.config import TraceConfig
-from megatron_trace.formats import BLOCK_SIZE
+from megatron_trace.formats import FORMAT_SETS
 from megatron_trace.hints.sharding import expert_columns, kv_heads
 from megatron_trace.hints.types import Site
 from megatron_trace.models.attention import SDPACoreAttention
@@ -181,9 +181,9 @@ def _modules(trace: TraceConfig, attention: TrainerAttention) -> HybridModules:
     if attention not in CORE_ATTENTION:
         raise ValueError(f"attention must be {' or '.join(CORE_ATTENTION)}; got {attention!r}")
     plain, guided = CORE_ATTENTION[attention]
-    if trace.method == "bf16":
-        return HybridModules(core_attention=plain)
-    return dataclasses.replace(QUANTISING_MODULES, core_attention=guided)
+    modules = QUANTISING_MODULES if trace.quantises_experts else HybridModules()
+    core_attention = guided if trace.quantises_kv else plain
+    return dataclasses.replace(modules, core_attention=core_attention)
 
 
 def _with_dtype(config: TransformerConfig, dtype: torch.dtype) -> TransformerConfig:
@@ -210,12 +210,15 @@ def _require_supported(config: TransformerConfig, trace: TraceConfig) -> None:
     if trace.method != "bf16":
         # It adds into weight.main_grad, which a quantised weight does not have.
         unsupported["gradient_accumulation_fusion"] = config.gradient_accumulation_fusion
-        widths = ["kv_channels"]
-        if config.num_moe_experts is not None:
-            widths += ["hidden_size", "moe_ffn_hidden_size"]
-        for name in widths:
-            size = getattr(config, name)
-            unsupported[f"{name}={size}, not a multiple of {BLOCK_SIZE}"] = size % BLOCK_SIZE != 0
+        formats = FORMAT_SETS[trace.number_format]
+        widths = [("kv_channels", formats.kv_cache)] if trace.quantises_kv else []
+        if config.num_moe_experts is not None and trace.quantises_experts:
+            widths += [("hidden_size", formats.activations)]
+            widths += [("moe_ffn_hidden_size", formats.activations)]
+        for name, number_format in widths:
+            size, block = getattr(config, name), number_format.block_size
+            what = f"{name}={size}, not a multiple of {block}, the block of {number_format.name}"
+            unsupported[what] = size % block != 0
     has_experts = config.num_moe_experts is not None
     if has_experts and trace.method == "trace" and Site.FC2 in trace.hint_sites:
         # A hint's slots are those of the rollout's experts.
@@ -258,16 +261,17 @@ def _require_layout(
     etp_size = config.expert_tensor_parallel_size or 1
     if config.num_moe_experts and etp_size > 1:
         assert config.moe_ffn_hidden_size is not None, "TransformerConfig fills it in"
-        expert_columns(config.moe_ffn_hidden_size, etp_size, 0, block_size=BLOCK_SIZE)
+        block_size = FORMAT_SETS[trace.number_format].activations.block_size
+        expert_columns(config.moe_ffn_hidden_size, etp_size, 0, block_size=block_size)
 
 
 def _bind(model: HybridModel, sites: TraceSites) -> None:
     """Tells every quantising module of the decoder where it stands; MTP's stay plain."""
     for layer in decoder_layers(model):
-        if layer.attention is not None:
+        if layer.attention is not None and sites.trace.quantises_kv:
             core_attention: Any = layer.attention.core_attention
             core_attention.place = AttentionPlace(sites, layer.index)
-        if layer.moe is None:
+        if layer.moe is None or not sites.trace.quantises_experts:
             continue
         moe: Any = layer.moe
         moe.place = MoEPlace(sites, layer.index)

@@ -118,7 +118,7 @@ def _keep(
         ctx.packed = None
         ctx.save_for_backward(quantised, *others)
         return
-    ctx.packed = packed.global_scale, packed.operand_dtype
+    ctx.packed = packed.global_scale, packed.operand_dtype, packed.number_format
     ctx.save_for_backward(packed.packed_codes, packed.scale_bytes, *others)
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatron_trace.formats import BLOCK_SIZE, unpack_codes
+from megatron_trace.formats import unpack_hint
 from megatron_trace.hints.types import Site
 from megatron_trace.metrics import CodeMismatch, UsedHints, compare_codes
 from megatron_trace.training.rounding import HintRows, Rounding, saturated_blocks
@@ -107,18 +107,19 @@ class Tally:
         self._routing: list[tuple[int, torch.Tensor]] = []
 
     def add_rows(
-        self, place: Place, values: torch.Tensor, global_scale: float, **counts: int | torch.Tensor
+        self, place: Place, values: torch.Tensor, rounding: Rounding, **counts: int | torch.Tensor
     ) -> None:
         """Adds rows that were quantised.
 
         Args:
             place: Decoder layer and site.
             values: float [rows, K].
-            global_scale: Static decode-side scale of the place.
+            rounding: How they are rounded.
             **counts: How many rows were rounded how; fields of `SiteReport`.
         """
-        counts["blocks"] = values.numel() // BLOCK_SIZE
-        counts["saturated_blocks"] = saturated_blocks(values, global_scale)
+        number_format = rounding.number_format
+        counts["blocks"] = values.numel() // number_format.block_size
+        counts["saturated_blocks"] = saturated_blocks(values, rounding.global_scale, number_format)
         total = self._rows.setdefault(place, {})
         for name, count in counts.items():
             total[name] = total.get(name, 0) + count
@@ -149,7 +150,7 @@ class Tally:
         self.add_rows(
             place,
             values,
-            rounding.global_scale,
+            rounding,
             guided=guided,
             rejected=present - guided,
             missing=real - present if recorded else 0,
@@ -168,9 +169,9 @@ class Tally:
             rounding: How they are rounded.
             slots: What is known of the rows.
         """
-        scale, num_rows = rounding.global_scale, values.shape[0]
+        num_rows = values.shape[0]
         if slots is None or slots.hint is None or rounding.hint is None:
-            self.add_rows(place, values, scale, not_recorded=num_rows)
+            self.add_rows(place, values, rounding, not_recorded=num_rows)
         else:
             guided, present, real = (
                 rows.sum() for rows in (rounding.hint.has_hint, slots.hint.has_hint, slots.real)
@@ -178,7 +179,7 @@ class Tally:
             self.add_rows(
                 place,
                 values,
-                scale,
+                rounding,
                 guided=guided,
                 rejected=present - guided,
                 missing=real - present,
@@ -205,10 +206,11 @@ class Tally:
         )
         mismatch = compare_codes(
             values[known],
-            unpack_codes(full.payload[known]),
+            unpack_hint(full.payload[known], full.num_bits),
             full.scale_bytes[known],
             rounding.global_scale,
             used,
+            rounding.number_format,
         )
         self.code_mismatch[place] = self.code_mismatch.get(place, CodeMismatch()) + mismatch
 

@@ -7,14 +7,13 @@ from collections.abc import Iterable
 import torch
 
 from megatron_trace.config import TraceConfig
-from megatron_trace.formats import BLOCK_SIZE
 from megatron_trace.hints.types import QuantizerSettings
 from megatron_trace.training.shape import Place
 
 OPERAND_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+# What engine and trainer are both configured with.
+SHARED_SETTINGS = ("number_format", "quantised_parts", "power_of_two_scales")
 REPRODUCED_SETTINGS = {
-    "number_format": ("nvfp4",),
-    "block_size": (BLOCK_SIZE,),
     "prefill_attends_to": ("quantized",),
     "operand_dtype": tuple(OPERAND_DTYPES),
 }
@@ -28,7 +27,7 @@ def require_reproduced(
     Args:
         settings: Settings of the engine.
         trace: The trainer's configuration.
-        places: Places that the model quantises.
+        places: Places that are quantised.
 
     Raises:
         ValueError: The trainer cannot reproduce a setting, or is set otherwise.
@@ -40,10 +39,12 @@ def require_reproduced(
                 f"the trainer reproduces {name} {' or '.join(map(str, reproduced))}; the "
                 f"rollout's settings say {getattr(settings, name)}"
             )
-    if settings.power_of_two_scales != trace.power_of_two_scales:
-        raise ValueError(
-            f"power_of_two_scales={settings.power_of_two_scales} in the rollout's settings, "
-            f"but {trace.power_of_two_scales} in the trainer's; set both alike"
-        )
+    for name in SHARED_SETTINGS:
+        theirs, own = getattr(settings, name), getattr(trace, name)
+        if theirs != own:
+            raise ValueError(
+                f"{name}={theirs} in the rollout's settings, but {own} in the trainer's; set both "
+                "alike"
+            )
     for place in places:
         settings.global_scale(*place)

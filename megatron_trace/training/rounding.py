@@ -1,6 +1,6 @@
 """How one operand is rounded: to nearest, or by the rollout's hints where it has them.
 
-Legend: N rows, K values of a row, B = K / 16 blocks of a row, A = K * num_bits / 8 payload bytes.
+Legend: N rows, K values of a row, B blocks of a row, A = K * num_bits / 8 payload bytes.
 """
 
 from __future__ import annotations
@@ -12,19 +12,10 @@ from typing import Literal
 import torch
 
 from megatron_trace.config import TraceConfig
-from megatron_trace.formats import (
-    BLOCK_SIZE,
-    E2M1_MAX,
-    E4M3_MAX,
-    decode,
-    encode,
-    guided_codes,
-    ops,
-    pack_codes,
-    residue_bytes,
-    unpack_codes,
-)
-from megatron_trace.hints.guard import accept_rows
+from megatron_trace.formats import E2M1_MAX, E4M3_MAX, ops, residue_bytes
+from megatron_trace.formats.blocks import split
+from megatron_trace.formats.number_format import NVFP4, NumberFormat
+from megatron_trace.hints.guard import THRESHOLDS, GuardThresholds, accept_rows
 
 RowMove = Callable[[torch.Tensor], torch.Tensor]
 
@@ -41,11 +32,12 @@ class HintRows:
 
     Attributes:
         payload: uint8 [N, A]; packed lowest bits or packed codes.
-        scale_bytes: uint8 [N, B]; the rollout's E4M3 block scales, or their residues, unpacked.
-        num_bits: 1, 2 or 4 bits per value.
+        scale_bytes: uint8 [N, B]; the rollout's block scales, or their residues, unpacked.
+        num_bits: Bits per value.
         has_hint: bool [N]; False where there is none.
         scale_form: `raw`: the scales are those of the rollout; `residue`: their residues modulo 8;
             `restored`: what the residues stand for beside the trainer's values.
+        number_format: Format of the values.
     """
 
     payload: torch.Tensor
@@ -53,6 +45,7 @@ class HintRows:
     num_bits: int
     has_hint: torch.Tensor
     scale_form: Literal["raw", "residue", "restored"] = "raw"
+    number_format: NumberFormat = NVFP4
 
     @property
     def stored_bytes(self) -> int:
@@ -78,20 +71,25 @@ class HintRows:
             self, payload=payload, scale_bytes=scale_bytes, has_hint=present.squeeze(-1) != 0
         )
 
-    def judged(self, values: torch.Tensor, global_scale: float, trace: TraceConfig) -> HintRows:
+    def judged(
+        self, values: torch.Tensor, global_scale: float | None, trace: TraceConfig
+    ) -> HintRows:
         """Gives the hints by which values may be rounded: with block scales, and guarded.
 
         Args:
             values: float [N, K]; the trainer's values.
-            global_scale: Static decode-side scale of the place.
+            global_scale: Static decode-side scale of the place; None if its format has none.
             trace: Thresholds of the guard.
         """
         rows = self._restored(values, global_scale, trace)
         return replace(rows, has_hint=rows._accepted(values, global_scale, trace))
 
-    def _restored(self, values: torch.Tensor, global_scale: float, trace: TraceConfig) -> HintRows:
+    def _restored(
+        self, values: torch.Tensor, global_scale: float | None, trace: TraceConfig
+    ) -> HintRows:
         if self.scale_form != "residue":
             return self
+        assert global_scale is not None, "formats that have residues have a global scale"
         scale_bytes = ops.restored_scales(
             values,
             self.payload,
@@ -103,7 +101,7 @@ class HintRows:
         return replace(self, scale_bytes=scale_bytes, scale_form="restored")
 
     def _accepted(
-        self, values: torch.Tensor, global_scale: float, trace: TraceConfig
+        self, values: torch.Tensor, global_scale: float | None, trace: TraceConfig
     ) -> torch.Tensor:
         """Gives bool [N]: which rows have a hint that the guard accepts."""
         if not trace.guard:
@@ -114,11 +112,20 @@ class HintRows:
             self.scale_bytes,
             global_scale,
             num_bits=self.num_bits,
-            max_far_blocks=trace.guard_max_far_blocks,
-            max_scale_steps=trace.guard_max_scale_steps,
-            min_parity_agreement=trace.guard_min_parity_agreement,
+            thresholds=guard_thresholds(trace, self.number_format),
+            number_format=self.number_format,
         )
         return self.has_hint & health.accepted
+
+
+def guard_thresholds(trace: TraceConfig, number_format: NumberFormat) -> GuardThresholds:
+    """Gives the guard's thresholds: those that are set, and the format's where none is."""
+    default = THRESHOLDS[number_format.name]
+    chosen = {
+        name: getattr(trace, f"guard_{name}")
+        for name in ("max_far_blocks", "max_scale_steps", "min_parity_agreement")
+    }
+    return replace(default, **{name: value for name, value in chosen.items() if value is not None})
 
 
 @dataclass(frozen=True)
@@ -126,21 +133,28 @@ class PackedRows:
     """An operand as the codes and block scales that it was quantised to.
 
     Attributes:
-        packed_codes: uint8 [N, K / 2].
+        packed_codes: uint8 [N, K * bits of a code / 8].
         scale_bytes: uint8 [N, B].
-        global_scale: Static decode-side scale.
+        global_scale: Static decode-side scale; None if the format has none.
         operand_dtype: dtype in which dequantised values are rounded.
+        number_format: Format of the codes.
     """
 
     packed_codes: torch.Tensor
     scale_bytes: torch.Tensor
-    global_scale: float
+    global_scale: float | None
     operand_dtype: torch.dtype
+    number_format: NumberFormat = NVFP4
 
     def values(self, dtype: torch.dtype) -> torch.Tensor:
         """Gives the dequantised operand, dtype [N, K]."""
-        codes = unpack_codes(self.packed_codes)
-        return decode(codes, self.scale_bytes, self.global_scale, self.operand_dtype).to(dtype)
+        return ops.decode(
+            self.packed_codes,
+            self.scale_bytes,
+            self.global_scale,
+            number_format=self.number_format,
+            dtype=self.operand_dtype,
+        ).to(dtype)
 
     def moved(self, move: RowMove) -> PackedRows:
         """Gives the rows where a move takes them."""
@@ -158,18 +172,20 @@ class Rounding:
     """How one operand is quantised.
 
     Attributes:
-        global_scale: Static decode-side scale.
+        global_scale: Static decode-side scale; None if the format has none.
         hint: Hints in the order of the operand's rows; None rounds every row to nearest.
         operand_dtype: dtype in which dequantised values are rounded.
         power_of_two_scales: Whether the global scale of the weight beside it is a power of two.
         implementation: Kernels of the number formats.
+        number_format: Format of the operand.
     """
 
-    global_scale: float
+    global_scale: float | None
     hint: HintRows | None = None
     operand_dtype: torch.dtype = torch.bfloat16
     power_of_two_scales: bool = False
     implementation: ops.Implementation = "auto"
+    number_format: NumberFormat = NVFP4
 
     def quantised(self, values: torch.Tensor) -> torch.Tensor:
         """Gives the fake-quantised values, without gradient.
@@ -189,6 +205,7 @@ class Rounding:
             self.hint.scale_bytes,
             self.global_scale,
             num_bits=self.hint.num_bits,
+            number_format=self.number_format,
             dtype=self.operand_dtype,
             implementation=self.implementation,
         )
@@ -202,33 +219,44 @@ class Rounding:
         Args:
             values: float [N, K], finite: a NaN that is guided has no code.
         """
+        how = {"number_format": self.number_format, "implementation": self.implementation}
         values, hint = values.detach(), self.hint
-        codes, scale_bytes = encode(values, self.global_scale)
-        if hint is not None:
-            guided = guided_codes(
+        if hint is None:
+            packed_codes, scale_bytes = ops.encode(values, self.global_scale, **how)
+        else:
+            packed_codes, scale_bytes = ops.guided_packed(
                 values,
                 hint.payload,
                 hint.scale_bytes,
                 self.global_scale,
                 num_bits=hint.num_bits,
+                has_hint=hint.has_hint,
+                **how,
             )
-            has_hint = hint.has_hint.unsqueeze(-1)
-            codes = torch.where(has_hint, guided, codes)
-            scale_bytes = torch.where(has_hint, hint.scale_bytes, scale_bytes)
-        return PackedRows(pack_codes(codes), scale_bytes, self.global_scale, self.operand_dtype)
+        return PackedRows(
+            packed_codes, scale_bytes, self.global_scale, self.operand_dtype, self.number_format
+        )
 
     def _nearest(self, values: torch.Tensor) -> torch.Tensor:
         return ops.rtn(
             values,
             self.global_scale,
+            number_format=self.number_format,
             dtype=self.operand_dtype,
             implementation=self.implementation,
         )
 
 
-def saturated_blocks(values: torch.Tensor, global_scale: float) -> torch.Tensor:
-    """Counts the blocks of float [N, K] whose amax exceeds what the global scale can hold."""
-    amax = values.unflatten(-1, (-1, BLOCK_SIZE)).abs().amax(-1)
+def saturated_blocks(
+    values: torch.Tensor, global_scale: float | None, number_format: NumberFormat
+) -> torch.Tensor:
+    """Counts the blocks of float [N, K] whose amax exceeds what the global scale can hold.
+
+    The block scales of MX formats, which have no global scale, are never too small.
+    """
+    if global_scale is None:
+        return values.new_zeros((), dtype=torch.int64)
+    amax = split(values, number_format.block_size).abs().amax(-1)
     return (amax > E2M1_MAX * E4M3_MAX * global_scale).sum()
 
 

@@ -18,8 +18,14 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 
 from megatron_trace.config import TraceConfig
-from megatron_trace.formats import ops
-from megatron_trace.hints.types import QuantizerSettings, ScaleForm, Site
+from megatron_trace.formats import FORMAT_SETS, NumberFormat, ops
+from megatron_trace.hints.types import (
+    QuantizerSettings,
+    ScaleForm,
+    Site,
+    site_format,
+    stored_bits,
+)
 from megatron_trace.models.hybrid import pattern_sites
 from megatron_trace.training.audit import foreign_quantisers, unexpected_quantising
 from megatron_trace.training.report import Tally, TraceReport
@@ -87,6 +93,21 @@ class TraceSites:
         return self.trace.method != "bf16"
 
     @property
+    def quantises_experts(self) -> bool:
+        """Whether weights and inputs of routed experts are fake-quantised."""
+        return self.trace.quantises_experts and bool(self.shape.moe_layers)
+
+    @property
+    def quantised_places(self) -> tuple[Place, ...]:
+        """Places that are fake-quantised."""
+        sites = self.trace.quantised_sites
+        return tuple(place for place in self.shape.places if str(place[1]) in sites)
+
+    def format_of(self, site: Site) -> NumberFormat:
+        """Gives the number format of a site."""
+        return site_format(FORMAT_SETS[self.trace.number_format], site)
+
+    @property
     def guides(self) -> bool:
         """Whether the method uses the rollout's hints."""
         return self.trace.method == "trace"
@@ -118,7 +139,7 @@ class TraceSites:
             raise ValueError("method bf16 quantises nothing, so quantiser settings have no effect")
         if self._scopes.current is not None:
             raise RuntimeError("quantiser settings cannot change while a micro-batch is in force")
-        require_reproduced(settings, self.trace, self.shape.places)
+        require_reproduced(settings, self.trace, self.quantised_places)
         self._settings = settings
 
     @property
@@ -129,7 +150,9 @@ class TraceSites:
     @property
     def weight_rule(self) -> WeightRule:
         """How the engine quantises expert weights."""
-        return WeightRule(self.operand_dtype, self.settings.power_of_two_scales)
+        return WeightRule(
+            self.operand_dtype, self.settings.power_of_two_scales, self.settings.formats.weights
+        )
 
     # The micro-batch in force.
 
@@ -290,11 +313,13 @@ class TraceSites:
         return slots if slots is None else slots.cut(self.shape.slot_columns)
 
     def _no_hints(
-        self, place: Place, micro_batch: MicroBatch, num_bits: int, scale_form: ScaleForm
+        self, place: Place, micro_batch: MicroBatch, hint_bits: int, scale_form: ScaleForm
     ) -> HintRows:
-        width = self.shape.row_width(place[1])
+        width, number_format = self.shape.row_width(place[1]), self.format_of(place[1])
+        num_bits = stored_bits(number_format, hint_bits)
+        form = num_bits, scale_form, number_format
         num_tokens = micro_batch.token_rows.real.numel()
-        return no_slot_hints(num_tokens, width, num_bits, scale_form, self.device)
+        return no_slot_hints(num_tokens, width, *form, self.device)
 
     def slot_rounding(
         self,
@@ -377,6 +402,7 @@ class TraceSites:
             operand_dtype=self.operand_dtype,
             power_of_two_scales=self.settings.power_of_two_scales,
             implementation=self.trace.implementation,
+            number_format=self.format_of(place[1]),
         )
 
     # Counters.
@@ -411,7 +437,12 @@ class TraceSites:
                 or something else in the model quantises.
         """
         problems = [
-            *unexpected_quantising(self._tally, self.shape, expected=self.quantises),
+            *unexpected_quantising(
+                self._tally,
+                self.shape,
+                places=self.quantised_places,
+                weights=self.quantises_experts,
+            ),
             *(f"{name} quantises" for name in foreign_quantisers(self._model)),
         ]
         if problems:

@@ -17,7 +17,7 @@ from functools import partial
 import torch
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 
-from megatron_trace.formats import BLOCK_SIZE
+from megatron_trace.formats import NumberFormat
 from megatron_trace.hints.types import ScaleForm
 from megatron_trace.training.dispatch import dispatch_slot_rows
 from megatron_trace.training.rounding import HintRows, move_together
@@ -62,6 +62,7 @@ def no_slot_hints(
     num_values: int,
     num_bits: int,
     scale_form: ScaleForm,
+    number_format: NumberFormat,
     device: torch.device,
 ) -> HintRows:
     """Gives the rows [T, ...] of tokens that have no hint.
@@ -71,6 +72,7 @@ def no_slot_hints(
         num_values: Values of a token's row.
         num_bits: Bits per value.
         scale_form: Form of the block scales of rows that other ranks have.
+        number_format: Format of the values.
         device: Where the rows are.
     """
 
@@ -79,10 +81,11 @@ def no_slot_hints(
 
     return HintRows(
         zeros(num_tokens, num_values * num_bits // 8),
-        zeros(num_tokens, num_values // BLOCK_SIZE),
+        zeros(num_tokens, num_values // number_format.block_size),
         num_bits,
         zeros(num_tokens, dtype=torch.bool),
         scale_form,
+        number_format,
     )
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 
-from megatron_trace.formats import decode, encode, global_scale_from_amax, pack_codes
+from megatron_trace.formats import NVFP4, NumberFormat, ops
 from megatron_trace.hints.weight_digest import combine_digests, matrix_digest
 from megatron_trace.models.hybrid import decoder_layers, named_expert_linears
 
@@ -29,10 +29,12 @@ class WeightRule:
     Attributes:
         operand_dtype: dtype in which dequantised operands are rounded.
         power_of_two_scales: Whether global scales are rounded up to powers of two.
+        number_format: Format of the weights.
     """
 
     operand_dtype: torch.dtype
     power_of_two_scales: bool
+    number_format: NumberFormat = NVFP4
 
 
 @dataclass(frozen=True)
@@ -42,8 +44,8 @@ class QuantisedWeight:
     Attributes:
         source_bits: int16, shape of the matrix; bits of the BF16 weight that was quantised.
         packed_codes: uint8 [rows, K / 2].
-        scale_bytes: uint8 [rows, K / 16].
-        global_scale: FP32 0-d.
+        scale_bytes: uint8 [rows, blocks of a row].
+        global_scale: FP32 0-d; None if the format has none.
         values: BF16, shape of the matrix; the dequantised operand.
         rule: How it was quantised.
         amax: FP32 0-d; that of the whole matrix if this is a shard.
@@ -52,7 +54,7 @@ class QuantisedWeight:
     source_bits: torch.Tensor
     packed_codes: torch.Tensor
     scale_bytes: torch.Tensor
-    global_scale: torch.Tensor
+    global_scale: torch.Tensor | None
     values: torch.Tensor
     rule: WeightRule
     amax: torch.Tensor | None = None
@@ -85,7 +87,7 @@ def shared_amax(
 def quantise_weight(
     weight: torch.Tensor, rule: WeightRule, amax: torch.Tensor | None = None
 ) -> QuantisedWeight:
-    """Quantises one expert matrix: 1x16 blocks, rounding to nearest, one global scale.
+    """Quantises one expert matrix: blocks along K, rounding to nearest, one global scale.
 
     The BF16 weight is quantised, whatever the trainer computes in, because that is what the engine
     gets. Gate and up are one matrix and share its amax.
@@ -96,15 +98,15 @@ def quantise_weight(
         amax: FP32 0-d; that of the whole matrix if this is a shard, see `shared_amax`.
     """
     source = weight.detach().to(torch.bfloat16)
-    whole_amax = source.abs().amax() if amax is None else amax
-    global_scale = global_scale_from_amax(whole_amax, rule.power_of_two_scales)
-    codes, scale_bytes = encode(source, global_scale)
+    number_format = rule.number_format
+    global_scale = number_format.global_scale_from_amax(
+        source.abs().amax() if amax is None else amax, rule.power_of_two_scales
+    )
+    coded = *ops.encode(source, global_scale, number_format=number_format), global_scale
     return QuantisedWeight(
-        source_bits=source.clone().view(torch.int16),
-        packed_codes=pack_codes(codes),
-        scale_bytes=scale_bytes,
-        global_scale=global_scale,
-        values=decode(codes, scale_bytes, global_scale, rule.operand_dtype),
+        source.clone().view(torch.int16),
+        *coded,
+        values=ops.decode(*coded, number_format=number_format, dtype=rule.operand_dtype),
         rule=rule,
         amax=amax,
     )
@@ -160,9 +162,10 @@ def expert_weight_digest(model: HybridModel, sites: TraceSites) -> str:
     Raises:
         ValueError: The method quantises no weights, or the model has no routed experts.
     """
-    if not sites.quantises:
+    if not sites.trace.quantises_experts:
         raise ValueError(
-            f"method {sites.trace.method} quantises no expert weights, so they have no digest"
+            f"method {sites.trace.method} with quantised_parts={sites.trace.quantised_parts} "
+            "quantises no expert weights, so they have no digest"
         )
     if not sites.shape.num_experts:
         raise ValueError(

@@ -8,7 +8,7 @@ import sys
 # In a process of its own, because memory that other tests freed would be used again unnoticed.
 PROGRAM = """
 import torch
-from megatron_trace.hints import HintStore, RolloutSample, Site
+from megatron_trace.hints import HintStore, QuantizerSettings, RolloutSample, Site
 from megatron_trace.rollout.storing import store_records
 
 def resident_bytes():
@@ -29,7 +29,7 @@ records = {
     for layer in range(4) for site, width in widths.items()
 }
 store, before = HintStore(), resident_bytes()
-store_records(store, samples, records, dict.fromkeys(records, 0.01),
+store_records(store, samples, records, QuantizerSettings(dict.fromkeys(records, 0.01)),
               hint_bits=1, hint_sites=tuple(widths), diagnostic_share=0.0)
 print(resident_bytes() - before, store.num_bytes)
 """

@@ -13,6 +13,7 @@ from megatron_trace.config import TraceConfig
 
 EVERY_FLAG = """
     --trace-method qat
+    --trace-quantised-parts experts
     --trace-hint-bits 4
     --trace-hint-scales residue
     --trace-hint-layers 1,3
@@ -29,6 +30,7 @@ EVERY_FLAG = """
 """
 EVERY_FIELD_CHANGED = TraceConfig(
     method="qat",
+    quantised_parts="experts",
     hint_bits=4,
     hint_scales="residue",
     hint_layers="1,3",
@@ -72,9 +74,10 @@ def test_every_field_has_a_flag() -> None:
         for field in dataclasses.fields(TraceConfig)
         if getattr(config, field.name) == getattr(TraceConfig(), field.name)
     ]
-    # check_finite=False contradicts save_packed_activations, so it has a test of its own.
-    assert unchanged == ["check_finite"], "EVERY_FLAG must set each field to another value"
+    # Both contradict other flags, so that they are parsed by themselves.
+    assert unchanged == ["number_format", "check_finite"], "EVERY_FLAG must change each field"
     assert not parsed("--no-trace-check-finite").check_finite
+    assert parsed("--trace-number-format", "mxfp4").number_format == "mxfp4"
 
 
 @pytest.mark.parametrize(
@@ -98,7 +101,7 @@ def test_every_field_is_documented() -> None:
 def test_help_is_the_text_of_the_docstring() -> None:
     text = " ".join(add_trace_arguments(argparse.ArgumentParser()).format_help().split())
     assert "--trace-guard-max-scale-steps" in text
-    assert "E4M3 steps beyond which a block counts as far." in text
+    assert "Steps beyond which a block counts as far" in text
     assert "(rounding to nearest, counted and reported)" in text, "a text of several lines"
 
 

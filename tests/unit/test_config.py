@@ -40,6 +40,8 @@ def test_a_layer_that_the_model_does_not_have_is_refused():
     ("name", "value"),
     [
         ("method", "fp4"),
+        ("number_format", "fp4"),
+        ("quantised_parts", "router"),
         ("hint_bits", 3),
         ("hint_sites", ()),
         ("hint_sites", ("k", "k")),
@@ -60,3 +62,34 @@ def test_a_value_out_of_range_is_refused_by_name(name, value):
 def test_diagnostics_of_a_rollout_without_quantisers_are_refused():
     with pytest.raises(ValueError, match="has no effect with method=bf16"):
         TraceConfig(method="bf16", diagnostic_share=0.5)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"method": "bf16", "number_format": "mxfp4"}, "number_format=mxfp4 has no effect"),
+        ({"method": "bf16", "quantised_parts": "kv"}, "quantised_parts=kv has no effect"),
+        ({"number_format": "mxfp4", "power_of_two_scales": True}, "which has no global scales"),
+        ({"number_format": "mxfp4", "hint_scales": "residue"}, "whose block scales no residue"),
+        ({"number_format": "nvfp4_4over6", "hint_scales": "residue"}, "set hint_scales=raw"),
+        ({"quantised_parts": "experts", "hint_sites": ("fc1", "k")}, "hint_sites names k, but"),
+        ({"quantised_parts": "kv", "hint_sites": ("fc2",)}, "quantises k, v only"),
+        ({"quantised_parts": "kv", "save_packed_activations": True}, "has no effect with quant"),
+    ],
+)
+def test_what_contradicts_the_number_format_or_the_parts_is_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        TraceConfig(**settings)
+
+
+@pytest.mark.parametrize(
+    ("parts", "guided"),
+    [("experts_and_kv", ("fc1", "k", "v")), ("experts", ("fc1",)), ("kv", ("k", "v"))],
+)
+def test_the_default_sites_are_those_that_are_quantised(parts, guided):
+    config = TraceConfig(quantised_parts=parts)
+    assert config.sites_in(("fc1", "fc2", "k", "v")) == guided
+
+
+def test_power_of_two_scales_go_with_four_over_six():
+    assert TraceConfig(number_format="nvfp4_4over6", power_of_two_scales=True).power_of_two_scales

@@ -217,7 +217,7 @@ def test_shapes_that_disagree_are_refused() -> None:
 def test_other_numbers_of_bits_are_refused() -> None:
     with pytest.raises(ValueError, match="num_bits must be 1, 2 or 4; got 3"):
         encode_hint(KEY, *codes_and_scales(1, 16), 1.0, 3)
-    with pytest.raises(ValueError, match="num_bits must be 1, 2 or 4; got 3"):
+    with pytest.raises(ValueError, match="num_bits must be 1, 2, 4 or 8; got 3"):
         payload_bits(torch.zeros(1, 2, dtype=torch.uint8), 3)
 
 

@@ -1,12 +1,15 @@
 """The row guard: true hints pass, misplaced and stale ones do not."""
 
+import dataclasses
+from typing import Any
+
 import pytest
 import torch
 
 from megatron_trace import formats
-from megatron_trace.hints import RowHealth, accept_rows
+from megatron_trace.hints import THRESHOLDS, RowHealth, accept_rows
 
-THRESHOLDS = {"max_far_blocks": 0.25, "max_scale_steps": 2, "min_parity_agreement": 0.65}
+NVFP4 = THRESHOLDS["nvfp4"]
 WIDTHS = [32, 64, 128, 2048]
 
 
@@ -24,7 +27,7 @@ def with_noise(x: torch.Tensor, relative: float) -> torch.Tensor:
 
 
 def guard(
-    trainer: torch.Tensor, rollout: torch.Tensor, *, num_bits: int = 1, **thresholds: float
+    trainer: torch.Tensor, rollout: torch.Tensor, *, num_bits: int = 1, **thresholds: Any
 ) -> RowHealth:
     global_scale = formats.global_scale_from_amax(rollout.abs().max())
     codes, scale_bytes = formats.encode(rollout, global_scale)
@@ -35,7 +38,7 @@ def guard(
         scale_bytes,
         global_scale,
         num_bits=num_bits,
-        **(THRESHOLDS | thresholds),
+        thresholds=dataclasses.replace(NVFP4, **thresholds),
     )
 
 
@@ -45,7 +48,7 @@ def guard_restored(trainer: torch.Tensor, rollout: torch.Tensor) -> RowHealth:
     codes, scale_bytes = formats.encode(rollout, global_scale)
     hint, found = formats.residues.to_residues(formats.pack_bits(codes), scale_bytes, num_bits=1)
     restored = formats.residues.restored(trainer, hint, found, global_scale, num_bits=1)
-    return accept_rows(trainer, hint, restored, global_scale, num_bits=1, **THRESHOLDS)
+    return accept_rows(trainer, hint, restored, global_scale, num_bits=1, thresholds=NVFP4)
 
 
 def accepted_share(health: RowHealth) -> float:
@@ -165,7 +168,7 @@ def test_leading_axes_are_rows() -> None:
         scale_bytes.view(4, 3, 4),
         formats.global_scale_from_amax(x.abs().max()),
         num_bits=1,
-        **THRESHOLDS,
+        thresholds=NVFP4,
     )
     assert torch.equal(batched.accepted.flatten(), flat.accepted)
     assert torch.equal(batched.parity_agreement.flatten(), flat.parity_agreement)
@@ -182,7 +185,7 @@ def test_ties_agree_with_the_recording_quantiser() -> None:
     # amax 6 gives block scale 1 and leaves the ties on the ladder's own midpoints.
     codes, scale_bytes = formats.encode(neighbours, 1.0)
     health = accept_rows(
-        neighbours, formats.pack_bits(codes), scale_bytes, 1.0, num_bits=1, **THRESHOLDS
+        neighbours, formats.pack_bits(codes), scale_bytes, 1.0, num_bits=1, thresholds=NVFP4
     )
     assert health.parity_agreement.tolist() == [1.0, 1.0, 1.0]
 
@@ -233,7 +236,7 @@ def test_gradients_do_not_flow_through_the_guard() -> None:
 
 def test_no_rows() -> None:
     empty = torch.zeros(0, 2, dtype=torch.uint8)
-    health = accept_rows(torch.zeros(0, 16), empty, empty[:, :1], 1.0, num_bits=1, **THRESHOLDS)
+    health = accept_rows(torch.zeros(0, 16), empty, empty[:, :1], 1.0, num_bits=1, thresholds=NVFP4)
     assert health.accepted.shape == (0,)
 
 
@@ -247,4 +250,4 @@ def test_hints_of_another_shape_are_refused() -> None:
         (bits[:, :6], scale_bytes),
     ):
         with pytest.raises(ValueError, match=r"must cover x \(4, 64\)"):
-            accept_rows(x, hint, scales, 1.0, num_bits=1, **THRESHOLDS)
+            accept_rows(x, hint, scales, 1.0, num_bits=1, thresholds=NVFP4)

@@ -8,8 +8,9 @@ import modelopt.torch.opt as mto
 import pytest
 import torch
 
+from megatron_trace.formats import format_set
 from megatron_trace.hints import QuantizerSettings, Site
-from megatron_trace.rollout.quantize import calibrated_scales, site_quantisers
+from megatron_trace.rollout.quantize import BACKEND, calibrated_scales, site_quantisers
 from megatron_trace.testing.rollouts import assert_same_rollout
 from megatron_trace.testing.tiny_rollout import (
     calibration_tokens,
@@ -94,7 +95,7 @@ def test_a_site_that_saw_nothing_is_named(engine, weights):
     for quantiser in site_quantisers(engine.layers[1])[Site.FC2].values():
         quantiser.reset_amax()
     with pytest.raises(RuntimeError, match="layer 1, site fc2: no expert of the layer saw"):
-        calibrated_scales(engine.layers, power_of_two=False)
+        calibrated_scales(engine.layers, format_set("nvfp4"), power_of_two=False)
 
 
 def test_calibrating_again_forgets_what_was_seen_before(engine, weights):
@@ -194,6 +195,6 @@ def test_bf16_refuses_calibration(bf16_engine):
 
 def test_modelopts_state_of_the_model_holds_nothing_of_ours(trace_engine):
     state = pickle.dumps(mto.modelopt_state(trace_engine.model))
-    assert b"trace_nvfp4" in state, "the backend's name belongs to the state"
+    assert BACKEND.encode() in state, "the backend's name belongs to the state"
     assert b"megatron_trace.rollout" not in state
     assert len(state) < 2_000_000

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_trace.formats import encode, pack_codes
+from megatron_trace.formats import MXFP4, NVFP4, encode, pack_codes
 from megatron_trace.formats.reference import rtn
 from megatron_trace.hints import Site
 from megatron_trace.rollout.kv_cache import Pages, kv_bytes_per_token, unpack_values
@@ -42,7 +42,7 @@ def test_stored_bytes_are_codes_and_scales_of_rounding_to_nearest(trace_engine, 
             codes, scale_bytes = encode(x, scale)
             assert torch.equal(found, torch.cat((pack_codes(codes), scale_bytes), dim=-1))
             expected = rtn(x, scale, dtype=torch.bfloat16)
-            assert torch.equal(unpack_values(found, torch.tensor(scale)), expected)
+            assert torch.equal(unpack_values(found, NVFP4, torch.tensor(scale)), expected)
 
 
 def test_the_cache_takes_its_bytes_per_token(trace_engine, bf16_engine):
@@ -60,8 +60,9 @@ def test_the_cache_takes_its_bytes_per_token(trace_engine, bf16_engine):
 
 def test_packed_kv_takes_4_5_bits_per_value():
     config = tiny_moe_config("*E*E*E*E", kv_channels=128, num_query_groups=4)
-    packed = kv_bytes_per_token(config, 4, packed=True)
+    packed = kv_bytes_per_token(config, 4, NVFP4)
     assert packed == 2 * 4 * 4 * 128 * 4.5 / 8
+    assert kv_bytes_per_token(config, 4, MXFP4) == 2 * 4 * 4 * 128 * 4.25 / 8
 
 
 def test_pages_are_read_by_table_and_cut_to_length():

@@ -10,6 +10,7 @@ from megatron.core.transformer.moe.router_replay import RouterReplay
 from megatron_trace.config import TraceConfig
 from megatron_trace.hints import HintStore
 from megatron_trace.rollout import RolloutEngine, SamplingSettings
+from megatron_trace.rollout.quantize import BACKEND
 from megatron_trace.testing.rollouts import assert_same_rollout
 from megatron_trace.testing.single_process import tiny_moe_config
 from megatron_trace.testing.tiny_rollout import random_prompts, roll_out, tiny_engine
@@ -189,7 +190,7 @@ def test_a_foreign_quantiser_is_an_error(weights):
 def test_a_foreign_quantiser_with_our_backend_cannot_run(weights):
     engine = tiny_engine(weights, "qat")
     quantiser = engine.layers[0].attention.linear_qkv.input_quantizer
-    quantiser.backend = "trace_nvfp4"
+    quantiser.backend = BACKEND
     quantiser.enable()
     with pytest.raises(RuntimeError, match="ran outside the sites of TRACE"):
         roll_out(engine, [[1, 2]])

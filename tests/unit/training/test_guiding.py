@@ -268,8 +268,8 @@ def test_an_exception_inside_leaves_no_state(build, rollout):
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"number_format": "mxfp4"}, "number_format nvfp4"),
-        ({"block_size": 32}, "block_size 16"),
+        ({"number_format": "nvfp4_4over6"}, "number_format=nvfp4_4over6 .* nvfp4 in the trainer's"),
+        ({"quantised_parts": "kv"}, "quantised_parts=kv .* experts_and_kv in the trainer's"),
         ({"prefill_attends_to": "fresh"}, "prefill_attends_to quantized"),
         ({"operand_dtype": "float16"}, "operand_dtype bfloat16 or float32"),
     ],
