@@ -1,0 +1,215 @@
+"""One training step of a tiny model in any layout of ranks, and what it gave.
+
+Weights, samples and hints are given as one rank has them; each rank takes its part. One rank
+forwards the samples of all data-parallel replicas, one micro-batch after another.
+
+Legend: S positions of a padded sample, B samples of a micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+from megatron_trace.hints.files import HintFiles
+from megatron_trace.hints.types import QuantizerSettings, RolloutSample
+from megatron_trace.testing.recorded_samples import seen_values
+from megatron_trace.testing.tiny_trainer import tiny_trainer
+from megatron_trace.training.layout import RankLayout
+from megatron_trace.training.micro_batch import make_micro_batch
+from megatron_trace.training.model import token_logprobs
+from megatron_trace.training.report import TraceReport
+from megatron_trace.training.shape import ModelShape, Place
+from megatron_trace.training.weights import expert_weight_digest
+
+
+@dataclass(frozen=True)
+class Task:
+    """What one training step is given.
+
+    Attributes:
+        weights: Parameters of the whole model, with global expert indices in their names.
+        settings: Quantiser settings of the rollout.
+        hint_folder: Folder of `HintFiles`.
+        replicas: Samples of each data-parallel replica.
+        num_positions: S of every micro-batch.
+        trace: Fields of `TraceConfig`.
+        config: Fields of `TransformerConfig`, beside the sizes of the layout.
+        distributed_optimizer: Whether optimizer states are split over data-parallel ranks.
+        parallel: Sizes of the layout, as Megatron's `initialize_model_parallel` takes them.
+    """
+
+    weights: Mapping[str, torch.Tensor]
+    settings: QuantizerSettings
+    hint_folder: Path
+    replicas: Sequence[Sequence[RolloutSample]]
+    num_positions: int
+    trace: Mapping[str, Any] = field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=dict)
+    distributed_optimizer: bool = False
+    parallel: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Which part of a parameter a rank has.
+
+    Attributes:
+        dim: Dim that is split.
+        size: Number of parts.
+        rank: Which one.
+        halves: Whether each half (gate and up) is split by itself.
+    """
+
+    dim: int
+    size: int
+    rank: int
+    halves: bool
+
+    def of(self, whole: torch.Tensor) -> torch.Tensor:
+        """Gives the part."""
+        pieces = whole.chunk(2, self.dim) if self.halves else (whole,)
+        return torch.cat([x.chunk(self.size, self.dim)[self.rank] for x in pieces], self.dim)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a step gave on one rank.
+
+    Attributes:
+        layout: Where the rank stands.
+        shape: Sizes of its model.
+        replica: Its data-parallel replica.
+        loss: Summed loss of each micro-batch.
+        grads: Gradients by global name; empty with the distributed optimizer, which splits them.
+        weights: Parameters after the step by global name.
+        slices: Which part of a parameter these are.
+        values: What each quantiser gave, call by call.
+        digests: Digest of the quantised expert weights, before and after the step.
+        report: Counts of the quantisers.
+        hint_bytes: Bytes of hints that were read.
+    """
+
+    layout: RankLayout
+    shape: ModelShape
+    replica: int
+    loss: list[float]
+    grads: dict[str, torch.Tensor]
+    weights: dict[str, torch.Tensor]
+    slices: dict[str, Slice]
+    values: dict[Place, list[torch.Tensor]]
+    digests: tuple[str, str]
+    report: TraceReport
+    hint_bytes: int
+
+
+def train_step(task: Task, *, alone: bool = False) -> Outcome:
+    """Trains one step on this rank of an initialised layout.
+
+    Args:
+        task: What is given.
+        alone: Whether this is the only rank, and forwards the samples of all replicas.
+    """
+    parallel = {} if alone else dict(task.parallel)
+    parallel["sequence_parallel"] = parallel.get("tensor_model_parallel_size", 1) > 1
+    model, sites = tiny_trainer(
+        "trace",
+        settings=task.settings,
+        config={**task.config, **parallel},
+        **task.trace,
+    )
+    names = {name: _global_name(name, sites.shape) for name, _ in model.named_parameters()}
+    slices = {
+        names[name]: _slice(name, parameter, sites.shape.layout)
+        for name, parameter in model.named_parameters()
+    }
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(slices[names[name]].of(task.weights[names[name]]))
+    ddp_config = DistributedDataParallelConfig(use_distributed_optimizer=task.distributed_optimizer)
+    ddp = DistributedDataParallel(model.config, ddp_config, model)
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(
+            optimizer="adam",
+            lr=1e-2,
+            # Adam divides by the gradient's size: this large, noise stays noise.
+            adam_eps=1e-2,
+            weight_decay=0.0,
+            clip_grad=1.0,
+            params_dtype=torch.float32,
+            use_distributed_optimizer=task.distributed_optimizer,
+        ),
+        [ddp],
+    )
+    ddp.zero_grad_buffer()
+    replica = 0 if alone else parallel_state.get_data_parallel_rank()
+    parts = task.replicas if alone else task.replicas[replica : replica + 1]
+    hints = HintFiles(task.hint_folder)
+    num_tokens = sum(len(s.response_tokens) for part in task.replicas for s in part)
+    # DDP averages over these ranks, and each has the gradient of its own tokens.
+    num_averaged = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+    losses = []
+    before = expert_weight_digest(model, sites)
+    with seen_values(sites) as seen:
+        for samples in parts:
+            micro_batch = make_micro_batch(samples, hints, sites, num_positions=task.num_positions)
+            with sites.micro_batch(micro_batch):
+                logprobs = token_logprobs(ddp, sites, micro_batch)
+                loss = -logprobs[micro_batch.loss_mask].sum()
+                (loss * num_averaged / num_tokens).backward()
+            losses.append(loss.item())
+    finalize_model_grads([ddp])
+    sites.assert_ran()
+    grads: dict[str, torch.Tensor] = {}
+    if not task.distributed_optimizer:
+        grads = {names[n]: _grad(p).clone() for n, p in model.named_parameters()}
+    done, _, _ = optimizer.step()
+    if not done:
+        raise RuntimeError("the optimizer skipped its step: a gradient is not finite")
+    return Outcome(
+        layout=sites.shape.layout,
+        shape=sites.shape,
+        replica=replica,
+        loss=losses,
+        grads=grads,
+        weights={names[n]: p.detach().clone() for n, p in model.named_parameters()},
+        slices=slices,
+        values={place: values.outputs for place, values in seen.items()},
+        digests=(before, expert_weight_digest(model, sites)),
+        report=sites.report(),
+        hint_bytes=hints.bytes_read.tensor_bytes,
+    )
+
+
+def _grad(parameter: Any) -> torch.Tensor:
+    return parameter.main_grad
+
+
+def _global_name(name: str, shape: ModelShape) -> str:
+    """Gives a parameter's name with the global index of its expert."""
+    parts = name.split(".")
+    if "local_experts" in parts:
+        first = min(expert for _, expert, _ in shape.expert_matrices)
+        index = parts.index("local_experts") + 1
+        parts[index] = str(int(parts[index]) + first)
+    return ".".join(parts)
+
+
+def _slice(name: str, parameter: Any, layout: RankLayout) -> Slice:
+    if not getattr(parameter, "tensor_model_parallel", False):
+        return Slice(0, 1, 0, halves=False)
+    size, rank = layout.tp_size, layout.tp_rank
+    if "local_experts" in name:
+        size, rank = layout.etp_size, layout.etp_rank
+    return Slice(parameter.partition_dim, size, rank, halves=parameter.partition_stride == 2)

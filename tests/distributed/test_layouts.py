@@ -1,0 +1,304 @@
+"""A table of layouts: in each, a guided training step gives what one rank gives.
+
+Of every layout: loss, gradients, weights after a step, what every quantiser gave (bit for bit),
+digest of the quantised weights, coverage, and the bytes of hints that were read. Those that take
+long run with `pytest -m layouts`; `docs/layouts.md` has the last full run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_trace.config import HINT_SITES
+from megatron_trace.hints import HintFilesWriter
+from megatron_trace.hints.types import Site
+from megatron_trace.testing.assertions import assert_same_bytes
+from megatron_trace.testing.layouts import Task, train_step
+from megatron_trace.testing.ranks import run_ranks
+from megatron_trace.testing.rollouts import records_of
+from megatron_trace.testing.single_process import single_process
+from megatron_trace.testing.tiny_trainer import recorded_rollout, tiny_trainer
+
+# FP32 products of other sizes and sums in another order; the largest are in docs/layouts.md.
+LOSS_TOLERANCE = 1e-6
+GRAD_TOLERANCE = 2e-5
+WEIGHT_TOLERANCE = 1e-6
+NUM_POSITIONS = 16
+TP, CP, EP, ETP = (
+    "tensor_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+)
+LENGTHS = ((5, 3), (3, 2), (7, 4), (2, 13))
+# As long as S, so that no padding goes to the experts that are to stay without tokens.
+FULL_LENGTHS = ((9, 8), (5, 12), (16, 1), (1, 16))
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A row of the table.
+
+    Attributes:
+        world_size: Ranks.
+        parallel: Sizes of the groups.
+        config: Fields of `TransformerConfig`.
+        trace: Fields of `TraceConfig`.
+        num_experts: Experts that get tokens.
+        distributed_optimizer: Whether optimizer states are split.
+        is_short: Whether it is part of the normal run.
+    """
+
+    world_size: int
+    parallel: Mapping[str, int]
+    config: Mapping[str, Any] = field(default_factory=dict)
+    trace: Mapping[str, Any] = field(default_factory=dict)
+    num_experts: int = 16
+    distributed_optimizer: bool = False
+    is_short: bool = False
+
+    @property
+    def num_replicas(self) -> int:
+        """Data-parallel replicas."""
+        return self.world_size // (self.parallel.get(TP, 1) * self.parallel.get(CP, 1))
+
+
+ALL_GATHER = {"moe_token_dispatcher_type": "allgather"}
+PACKED = {"save_packed_activations": True}
+LAYOUTS = {
+    "TP2": Layout(2, {TP: 2}, is_short=True),
+    "TP2 ETP2": Layout(2, {TP: 2, ETP: 2}, is_short=True),
+    "TP2 EP2": Layout(2, {TP: 2, EP: 2}, is_short=True),
+    "CP2": Layout(2, {CP: 2}, is_short=True),
+    "ETP2": Layout(2, {ETP: 2}, is_short=True),
+    "CP2 EP2 all-gather, half of the experts empty": Layout(
+        2, {CP: 2, EP: 2}, config=ALL_GATHER, num_experts=8, is_short=True
+    ),
+    "EP2": Layout(2, {EP: 2}),
+    "EP2, half of the experts empty": Layout(2, {EP: 2}, num_experts=8),
+    "EP2 all-gather, half of the experts empty": Layout(
+        2, {EP: 2}, config=ALL_GATHER, num_experts=8
+    ),
+    "CP2 EP2": Layout(2, {CP: 2, EP: 2}),
+    "TP2 packed activations": Layout(2, {TP: 2, EP: 2}, trace=PACKED),
+    "TP2 ETP2 packed activations": Layout(2, {TP: 2, ETP: 2}, trace=PACKED),
+    "ETP2 all-gather": Layout(2, {ETP: 2}, config=ALL_GATHER),
+    "TP2 residues of 2 bits": Layout(2, {TP: 2}, trace={"hint_bits": 2, "hint_scales": "residue"}),
+    "TP2 full recomputation": Layout(
+        2,
+        {TP: 2, ETP: 2},
+        config={
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+        },
+    ),
+    "TP4, fewer KV heads": Layout(4, {TP: 4}),
+    "EP4": Layout(4, {EP: 4}),
+    "CP4": Layout(4, {CP: 4}),
+    "TP2 CP2 EP2": Layout(4, {TP: 2, CP: 2, EP: 2}),
+    "TP2 EP2 ETP2": Layout(4, {TP: 2, EP: 2, ETP: 2}),
+    "TP2 CP2 EP2 ETP2 all-gather": Layout(4, {TP: 2, CP: 2, EP: 2, ETP: 2}, config=ALL_GATHER),
+    "DP2 EP2 TP2": Layout(4, {TP: 2, EP: 2}),
+    "DP2 EP2 distributed optimizer": Layout(2, {EP: 2}, distributed_optimizer=True),
+    "DP4 EP2 distributed optimizer": Layout(4, {EP: 2}, distributed_optimizer=True),
+    "DP2 TP2 EP4 distributed optimizer": Layout(4, {TP: 2, EP: 4}, distributed_optimizer=True),
+}
+
+
+def step_on_rank(rank, task):
+    """Entry of a rank."""
+    return train_step(task)
+
+
+def _task(layout: Layout, folder) -> Task:
+    lengths = LENGTHS if layout.num_experts == 16 else FULL_LENGTHS
+    trace = {"hint_sites": HINT_SITES, **layout.trace}
+    rolled = recorded_rollout(
+        lengths,
+        num_experts=layout.num_experts,
+        sites=HINT_SITES,
+        num_bits=trace.get("hint_bits", 1),
+        scale_form=trace.get("hint_scales", "raw"),
+    )
+    with HintFilesWriter(folder) as writer:
+        for sample in rolled.samples:
+            for (kind, _, _), hint in records_of(rolled.store, sample).items():
+                writer.put(hint, kind)
+            writer.commit([sample])
+    model, _ = tiny_trainer("bf16")
+    size = len(rolled.samples) // layout.num_replicas
+    return Task(
+        weights={name: p.detach().clone() for name, p in model.named_parameters()},
+        settings=rolled.settings,
+        hint_folder=folder,
+        replicas=[rolled.samples[i : i + size] for i in range(0, len(rolled.samples), size)],
+        num_positions=NUM_POSITIONS,
+        trace=trace,
+        config=layout.config,
+        distributed_optimizer=layout.distributed_optimizer,
+        # Megatron's default is the size of the tensor-parallel group.
+        parallel={ETP: 1, **layout.parallel},
+    )
+
+
+def _rows(name: str) -> Any:
+    marks = [] if LAYOUTS[name].is_short else [pytest.mark.layouts]
+    return pytest.param(name, marks=marks)
+
+
+@pytest.fixture(scope="module", params=[_rows(name) for name in LAYOUTS])
+def run(request, tmp_path_factory):
+    """A layout, its task, what one rank gave, and what each of its ranks gave."""
+    layout = LAYOUTS[request.param]
+    with single_process(seed=0):
+        task = _task(layout, tmp_path_factory.mktemp("hints"))
+        alone = train_step(task, alone=True)
+    ranks = run_ranks(
+        __file__,
+        "step_on_rank",
+        world_size=layout.world_size,
+        parallel=task.parallel,
+        task=task,
+    )
+    return layout, task, alone, ranks
+
+
+pytestmark = pytest.mark.distributed
+
+
+def _error(got: torch.Tensor, expected: torch.Tensor, whole: torch.Tensor) -> float:
+    return ((got - expected).abs().max() / whole.abs().max().clamp(min=1e-6)).item()
+
+
+def test_every_rank_has_the_loss_of_its_whole_replica(run, record_property):
+    _, _, alone, ranks = run
+    errors = []
+    for rank in ranks:
+        (loss,) = rank.loss
+        errors.append(abs(loss / alone.loss[rank.replica] - 1))
+    record_property("loss", max(errors))
+    assert max(errors) <= LOSS_TOLERANCE
+
+
+def test_every_gradient_is_that_of_one_rank(run, record_property):
+    layout, _, alone, ranks = run
+    worst, seen = (0.0, ""), set()
+    for rank in ranks:
+        for name, grad in rank.grads.items():
+            whole = alone.grads[name]
+            worst = max(worst, (_error(grad, rank.slices[name].of(whole), whole), name))
+            seen.add(name)
+    record_property("grads", worst)
+    assert worst[0] <= GRAD_TOLERANCE, worst
+    assert seen == (set() if layout.distributed_optimizer else set(alone.grads))
+
+
+def test_the_weights_after_a_step_are_those_of_one_rank(run, record_property):
+    _, task, alone, ranks = run
+    worst, seen = (0.0, ""), set()
+    for rank in ranks:
+        for name, weight in rank.weights.items():
+            whole = alone.weights[name]
+            worst = max(worst, (_error(weight, rank.slices[name].of(whole), whole), name))
+            seen.add(name)
+    record_property("weights", worst)
+    assert worst[0] <= WEIGHT_TOLERANCE, worst
+    assert seen == set(alone.weights)
+    moved = [not torch.equal(alone.weights[name], task.weights[name]) for name in seen]
+    assert sum(moved) > len(moved) / 2
+
+
+@pytest.mark.parametrize("site", [Site.FC1, Site.K, Site.V])
+def test_every_row_and_column_is_quantised_as_on_one_rank(run, site):
+    _, task, alone, ranks = run
+    for layer in (0, 1):
+        for number, rank in enumerate(ranks):
+            whole = alone.values[layer, site][rank.replica].unflatten(0, (task.num_positions, -1))
+            parts = rank.layout.positions(site, task.num_positions)
+            columns = rank.shape.columns(site) or range(whole.shape[-1])
+            expected = torch.cat([whole[p.start : p.stop] for p in parts]).flatten(0, 1)
+            expected = expected[:, columns.start : columns.stop].contiguous()
+            # Recomputation quantises twice, with the same bits.
+            for got in rank.values[layer, site]:
+                assert_same_bytes(got, expected, f"layer {layer}, rank {number}")
+
+
+def test_every_slot_is_quantised_as_on_one_rank(run):
+    _, _, alone, ranks = run
+    calls = 2 if "recompute_granularity" in run[0].config else 1
+    for layer in (0, 1):
+        place = (layer, Site.FC2)
+        for expert in range(16):
+            whole = torch.cat(alone.values[place][expert % 16 :: 16])
+            for etp_rank in range(ranks[0].layout.etp_size):
+                got = [
+                    rows
+                    for rank in ranks
+                    if rank.layout.etp_rank == etp_rank
+                    for rows in _rows_of(rank, place, expert)[::calls]
+                ]
+                columns = ranks[etp_rank].shape.slot_columns or range(whole.shape[1])
+                columns = next(
+                    rank.shape.slot_columns or range(whole.shape[1])
+                    for rank in ranks
+                    if rank.layout.etp_rank == etp_rank
+                )
+                expected = _sorted(whole[:, columns.start : columns.stop])
+                assert_same_bytes(_sorted(torch.cat(got)), expected, f"{place}, expert {expert}")
+
+
+def _rows_of(rank, place, expert):
+    local = sorted({e for layer, e, _ in rank.shape.expert_matrices if layer == place[0]})
+    return rank.values[place][local.index(expert) :: len(local)] if expert in local else []
+
+
+def _sorted(rows: torch.Tensor) -> torch.Tensor:
+    """Ranks get an expert's rows in another order; equal sets of rows sort alike."""
+    if not len(rows):
+        return rows
+    values, counts = rows.unique(dim=0, return_counts=True)
+    return values.repeat_interleave(counts, dim=0)
+
+
+def test_the_weight_digest_is_that_of_one_rank(run):
+    _, _, alone, ranks = run
+    assert {rank.digests[0] for rank in ranks} == {alone.digests[0]}
+    assert len({rank.digests[1] for rank in ranks}) == 1
+    assert ranks[0].digests[1] != alone.digests[0]
+
+
+def test_counts_add_up_to_those_of_one_rank(run):
+    """A row of K and V is counted by each rank that has some of its heads, one of fc2 by each
+    that has some of its columns."""
+    _, _, alone, ranks = run
+    layout = ranks[0].layout
+    times = {Site.FC1: 1, Site.FC2: layout.etp_size, Site.K: layout.tp_size, Site.V: layout.tp_size}
+    for site, expected in alone.report.sites.items():
+        for name in ("guided", "rejected", "missing", "not_recorded", "padding"):
+            total = sum(getattr(rank.report.sites[site], name) for rank in ranks)
+            assert total == times[site] * getattr(expected, name), (site, name)
+
+
+def test_every_byte_of_hints_is_read_by_exactly_one_rank(run):
+    layout, _, alone, ranks = run
+    num_kv_heads = alone.shape.num_kv_heads
+    if layout.parallel.get(TP, 1) > num_kv_heads or "hint_scales" in layout.trace:
+        pytest.skip("KV heads on several ranks, and residues in groups of 8 blocks, are read twice")
+    assert sum(rank.hint_bytes for rank in ranks) == alone.hint_bytes > 0
+
+
+def test_ranks_without_tokens_get_no_gradient(run):
+    layout, _, _, ranks = run
+    if layout.num_experts == 16:
+        pytest.skip("all experts get tokens")
+    idle = [rank for rank in ranks if min(e for _, e, _ in rank.shape.expert_matrices) >= 8]
+    assert idle
+    for rank in idle:
+        assert not any(g.any() for name, g in rank.grads.items() if "local_experts" in name)
+        assert rank.report.sites[Site.FC2].guided == 0
