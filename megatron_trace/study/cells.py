@@ -44,6 +44,9 @@ ENGINES = {
         EngineSetting("bf16", quantised=False),
         EngineSetting("fp4-batch-4", max_requests=4),
         EngineSetting("fp4-pow2", power_of_two_scales=True),
+        EngineSetting("nvfp4_4over6", number_format="nvfp4_4over6"),
+        EngineSetting("mxfp4", number_format="mxfp4"),
+        EngineSetting("mxfp4_w4a8", number_format="mxfp4_w4a8"),
     )
 }
 
@@ -137,6 +140,7 @@ def all_cells() -> list[Cell]:
         *_layers(),
         *_bits(),
         *_scales(),
+        *_formats(),
         *_guard(),
         *_arithmetic(),
         *_engine(),
@@ -232,6 +236,16 @@ def _scales() -> Iterator[Cell]:
         yield Cell(f"scales/no-bits/{dtype}", scales="nearest", guard=False, dtype=dtype)
         for method in ("qat", "trace"):
             yield Cell(f"scales/pow2-{method}/{dtype}", "fp4-pow2", method=method, dtype=dtype)
+
+
+def _formats() -> Iterator[Cell]:
+    for dtype in DTYPES:
+        for engine in ("nvfp4_4over6", "mxfp4", "mxfp4_w4a8"):
+            fields: dict[str, Any] = {"engine": engine, "dtype": dtype, "codes": "site"}
+            name = f"format/{engine}-{dtype}"
+            yield Cell(f"{name}/qat", method="qat", **fields)
+            yield Cell(f"{name}/trace", **fields)
+            yield Cell(f"{name}/full-codes", bits=4, guard=False, **fields)
 
 
 def _guard() -> Iterator[Cell]:

@@ -1,0 +1,143 @@
+"""Runs the fixed-policy study of one model and writes the report of all studies so far.
+
+    python tools/study.py --model tiny_moe --setting cpu --work out/study --out docs/study
+
+Killed, it goes on with the missing cells. `--out` gets the raw rows, <model>-<setting>.jsonl.gz,
+and a page with a figure for each study; the report is written beside it, <out>.md. It ends with
+status 1 if a control that must fail did not.
+"""
+
+# ruff: noqa: E402  The stand-in for the CUDA runtime must be installed before Megatron is imported.
+from __future__ import annotations
+
+import time
+import warnings
+
+STARTED_S = time.perf_counter()
+
+from megatron_trace.testing import cpu_runtime
+
+cpu_runtime.install()
+
+import argparse
+import datetime
+import importlib
+import logging
+import platform
+import subprocess
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_trace.study.controls import check_controls
+from megatron_trace.study.report import write_report
+from megatron_trace.study.results import load_study, save_study
+from megatron_trace.study.run import Study, StudySettings
+from megatron_trace.testing.single_process import single_process
+
+MODELS = ("tiny_moe", "moe_100m", "smollm2", "smollm2_moe")
+# By model and setting: samples of a rollout set and longest response.
+SETTINGS = {
+    ("tiny_moe", "cpu"): StudySettings("cpu", num_samples=128, max_new_tokens=16),
+    ("tiny_moe", "h200"): StudySettings("h200", num_samples=256, max_new_tokens=16),
+    ("moe_100m", "cpu"): StudySettings("cpu", num_samples=16, max_new_tokens=16, short=True),
+    ("moe_100m", "h200"): StudySettings("h200", num_samples=128, max_new_tokens=64),
+    ("smollm2", "cpu"): StudySettings("cpu", num_samples=12, max_new_tokens=24, short=True),
+    ("smollm2", "h200"): StudySettings("h200", num_samples=128, max_new_tokens=64),
+    ("smollm2_moe", "cpu"): StudySettings("cpu", num_samples=12, max_new_tokens=24, short=True),
+    ("smollm2_moe", "h200"): StudySettings("h200", num_samples=128, max_new_tokens=64),
+}
+PACKAGES = ("torch", "triton", "megatron-core", "nvidia-modelopt", "reasoning-gym", "numpy")
+
+
+def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Gives the options."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", choices=MODELS, help="without it, only the report is written")
+    parser.add_argument("--setting", choices=("cpu", "h200"), default="cpu")
+    parser.add_argument("--work", type=Path, default=Path("out/study"), help="kept between starts")
+    parser.add_argument("--out", type=Path, default=Path("docs/study"))
+    parser.add_argument("--only", nargs="+", default=[], help="questions to ask, such as sites")
+    parser.add_argument("--commit", help="commit to name in the report (default: ask git)")
+    return parser.parse_args(arguments)
+
+
+def header_of(options: argparse.Namespace) -> dict[str, Any]:
+    """Gives machine, versions and commit."""
+    return {
+        "date": datetime.date.today().isoformat(),
+        "machine": _machine(),
+        "commit": options.commit or _commit(),
+        "versions": {name: _version(name) for name in PACKAGES},
+        "python": platform.python_version(),
+        "command": f"python tools/study.py --model {options.model} --setting {options.setting}",
+    }
+
+
+def _machine() -> str:
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0] if names else platform.processor()}, one thread"
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _commit() -> str:
+    folder = Path(__file__).parent
+    called = ["git", "-C", str(folder), "rev-parse", "--short", "HEAD"]
+    result = subprocess.run(called, capture_output=True, text=True, check=False)
+    return result.stdout.strip() or "unknown"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs one study and writes the report of all."""
+    warnings.filterwarnings("ignore")  # Megatron and torch announce deprecations of their parts.
+    logging.disable(logging.WARNING)
+    options = parse_options(arguments)
+    if options.model:
+        run_study(options)
+    results = [load_study(path) for path in sorted(options.out.glob("*.jsonl.gz"))]
+    if not results:
+        raise SystemExit(f"error: {options.out} holds no study; name a --model to run one")
+    report = write_report(results, options.out)
+    failed = 0
+    for result in results:
+        name = f"{result.header['model']}-{result.header['setting']}"
+        for control in check_controls(result):
+            failed += control.holds is False
+            print(f"{name}: {control}")
+    print(f"{report}; {time.perf_counter() - STARTED_S:.0f} s in all")
+    return 1 if failed else 0
+
+
+def run_study(options: argparse.Namespace) -> None:
+    """Trains or reads the model, computes the missing cells, writes the raw rows."""
+    if not torch.cuda.is_available():
+        torch.set_num_threads(1)
+    module = importlib.import_module(f"megatron_trace.study.{options.model}")
+    with single_process(seed=0):
+        model = module.load(options.work)
+        study = Study(
+            model,
+            SETTINGS[options.model, options.setting],
+            options.work,
+            header=header_of(options),
+            say=lambda line: print(f"{time.perf_counter() - STARTED_S:6.0f} s  {line}", flush=True),
+        )
+        result = study.run(options.only)
+    save_study(options.out / f"{options.model}-{options.setting}.jsonl.gz", result)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
