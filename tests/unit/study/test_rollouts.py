@@ -107,6 +107,3 @@ def test_an_engine_reads_its_own_samples_with_nearly_the_codes_it_wrote(study_mo
             different += int((known.payload != hint.payload).sum())
             total += hint.payload.numel()
     assert different < 0.01 * total
-    assert isinstance(
-        derived_store(RolloutSet(samples, codes, engine.settings), Cell("x")), HintStore
-    )
