@@ -64,7 +64,9 @@ class Cell:
         layers: Which share of the layers is guided, and from which end.
         scale_form: How a hint keeps block scales.
         scales: `rollout`; `own` uses the trainer's block scales with the rollout's bits; `nearest`
-            uses the rollout's block scales without its bits.
+            uses the rollout's block scales without its bits; `accumulator` takes code * block scale
+            as the experts' operands and applies global scales to the product, which the engine
+            does not.
         guard: Whether implausible hints are rejected.
         dtype: dtype of the trainer.
         attention: Attention arithmetic of the trainer.
@@ -86,7 +88,7 @@ class Cell:
     sites: tuple[str, ...] = ALL_SITES
     layers: tuple[Literal["first", "latter"], float] = ("latter", 1.0)
     scale_form: Literal["raw", "residue"] = "raw"
-    scales: Literal["rollout", "own", "nearest"] = "rollout"
+    scales: Literal["rollout", "own", "nearest", "accumulator"] = "rollout"
     guard: bool = True
     dtype: Literal["bf16", "fp32"] = "bf16"
     attention: Literal["megatron", "sdpa"] = "megatron"
@@ -236,6 +238,11 @@ def _scales() -> Iterator[Cell]:
         yield Cell(f"scales/no-bits/{dtype}", scales="nearest", guard=False, dtype=dtype)
         for method in ("qat", "trace"):
             yield Cell(f"scales/pow2-{method}/{dtype}", "fp4-pow2", method=method, dtype=dtype)
+    # In FP32 an operand of code * block scale * global scale is as good as the product after it.
+    for method in ("qat", "trace"):
+        yield Cell(
+            f"scales/accumulator-{method}/fp32", method=method, scales="accumulator", dtype="fp32"
+        )
 
 
 def _formats() -> Iterator[Cell]:

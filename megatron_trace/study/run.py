@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -113,7 +114,7 @@ class Study:
             result = self._results.read(cell)
             if result is None:
                 started = time.perf_counter()
-                rows, facts = self.measure(cell)
+                rows, facts = self._known(cell, found) or self.measure(cell)
                 seconds = time.perf_counter() - started
                 result = self._results.write(cell, rows, seconds=seconds, facts=facts)
                 self._say(f"{number}/{len(cells)} {cell.name}: {seconds:.1f} s")
@@ -131,6 +132,27 @@ class Study:
             },
         }
         return StudyResult(header, found)
+
+    def _known(
+        self, cell: Cell, found: Mapping[str, CellResult]
+    ) -> tuple[list[Row], dict[str, Any]] | None:
+        """Gives the rows of a cell from another one that differs in name only; None if none does.
+
+        The same setting answers several questions: 1 bit, all layers, the rollout's scales.
+        """
+        for other in self.cells:
+            if other.name not in found or other.codes not in (cell.codes, "site", "layer"):
+                continue
+            if cell.codes not in ("no", other.codes):
+                continue
+            if dataclasses.replace(other, name=cell.name, codes=cell.codes) == cell:
+                left_out = {"codes"} if cell.codes == "no" else set()
+                rows = [
+                    {key: value for key, value in row.items() if key not in left_out}
+                    for row in found[other.name].rows
+                ]
+                return [{**row, "cell": cell.name} for row in rows], dict(found[other.name].facts)
+        return None
 
     def measure(self, cell: Cell) -> tuple[list[Row], dict[str, Any]]:
         """Gives the rows of a cell, and what is true of it as a whole."""

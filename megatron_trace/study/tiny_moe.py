@@ -14,8 +14,14 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnBackend
 
 from megatron_trace.models.hybrid import HybridModules, build_hybrid_model
-from megatron_trace.rl.export import make_items
-from megatron_trace.rl.tasks import END_TOKEN, CharTokenizer, TaskItem, split_tasks
+from megatron_trace.rl.tasks import (
+    END_TOKEN,
+    CharTokenizer,
+    TaskItem,
+    load_tasks,
+    save_tasks,
+    split_tasks,
+)
 from megatron_trace.study.experts_differ import experts_differ
 from megatron_trace.study.model import StudyModel
 from megatron_trace.study.pretraining import (
@@ -101,19 +107,27 @@ def tiny_moe_config() -> TransformerConfig:
     )
 
 
-def mixed_items() -> list[TaskItem]:
-    """Gives the items of all tasks of the mix, in the order of the tasks."""
-    items: list[TaskItem] = []
-    for part in MIX:
-        items += make_items(
-            part.task,
-            size=part.size,
-            seed=0,
-            parameters=part.parameters,
-            prompt_template=part.template,
-            drop_characters=" ",
-        )
-    return items
+def mixed_items(path: Path) -> list[TaskItem]:
+    """Gives the items of all tasks of the mix, in the order of the tasks.
+
+    Args:
+        path: JSONL prompt file; written if it does not exist, which needs reasoning-gym.
+    """
+    if not path.exists():
+        from megatron_trace.rl.export import make_items
+
+        items: list[TaskItem] = []
+        for part in MIX:
+            items += make_items(
+                part.task,
+                size=part.size,
+                seed=0,
+                parameters=part.parameters,
+                prompt_template=part.template,
+                drop_characters=" ",
+            )
+        save_tasks(path, items)
+    return load_tasks(path)
 
 
 def load(work: Path) -> StudyModel:
@@ -122,7 +136,7 @@ def load(work: Path) -> StudyModel:
     Args:
         work: Folder for the state of the training.
     """
-    items = mixed_items()
+    items = mixed_items(work / "tiny_moe" / "tasks.jsonl")
     tokenizer = CharTokenizer.of_tasks(items)
     train_items, held_out = split_tasks(items, num_held_out=NUM_HELD_OUT, seed=0)
     torch.manual_seed(SETTINGS.seed)

@@ -33,6 +33,7 @@ from megatron_trace.training.routing import install_keyed_replay
 from megatron_trace.training.shape import ModelShape, Place
 from megatron_trace.training.sites import TraceSites
 from megatron_trace.training.slots import RowOrigin, SlotRows
+from megatron_trace.training.weights import WeightRule
 
 TRAINER_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 # Counts of a sample: by what they count and where, such as ("codes", "fc1", 3, "values").
@@ -72,6 +73,18 @@ class StudySites(TraceSites):
             if layer.moe is not None
         }
 
+    @property
+    def weight_rule(self) -> WeightRule:
+        """How the engine quantises expert weights, or their exact values."""
+        rule = super().weight_rule
+        if self.cell.scales == "accumulator":
+            return dataclasses.replace(rule, operand_dtype=torch.float32)
+        return rule
+
+    def _operands(self, rounding: Rounding, place: Place) -> Rounding:
+        exact = self.cell.scales == "accumulator" and not place[1].is_cached
+        return dataclasses.replace(rounding, operand_dtype=torch.float32) if exact else rounding
+
     def quantise_rows(self, x: torch.Tensor, place: Place) -> torch.Tensor:
         """Fake-quantises as the cell says."""
         return x if self.cell.method == "w4a16" else super().quantise_rows(x, place)
@@ -86,7 +99,7 @@ class StudySites(TraceSites):
         sample_of_row = torch.arange(valid.shape[1], device=values.device).repeat(valid.shape[0])
         stored, full = (known.get(place) for known in (micro_batch.hints, micro_batch.codes))
         self._count(place, values, rounding, sample_of_row, stored, full)
-        return rounding
+        return self._operands(rounding, place)
 
     def slot_rounding(
         self,
@@ -110,7 +123,7 @@ class StudySites(TraceSites):
         sample_of_row = rows % len(micro_batch.sample_ids)
         known = (None, None) if slots is None else (slots.hint, slots.codes)
         self._count(place, values, rounding, sample_of_row, *known)
-        return rounding
+        return self._operands(rounding, place)
 
     def dispatched_slots(self, place: Place, dispatcher: MoETokenDispatcher) -> SlotRows | None:
         """Gives what is known of the rows at fc2; nothing where they are not quantised."""
@@ -131,7 +144,7 @@ class StudySites(TraceSites):
     def _varied(self, rounding: Rounding, values: torch.Tensor) -> HintRows | None:
         """Gives the hints that the cell rounds by."""
         hint, scale = rounding.hint, rounding.global_scale
-        if hint is None or self.cell.scales == "rollout":
+        if hint is None or self.cell.scales in ("rollout", "accumulator"):
             return hint
         assert scale is not None, "the cells with other scales are of NVFP4"
         if self.cell.scales == "own":
