@@ -191,7 +191,9 @@ class RolloutEngine:
         """
         self._require_quantising("use_settings")
         own = self._settings_of({})
-        for field in dataclasses.fields(QuantizerSettings):
+        # Which places have global scales depends on the other settings.
+        fields = dataclasses.fields(QuantizerSettings)
+        for field in sorted(fields, key=lambda field: field.name == "global_scales"):
             theirs, ours = getattr(settings, field.name), getattr(own, field.name)
             if field.name == "global_scales":
                 ours = sorted(self._places()) if self._formats.weights.has_global_scale else []

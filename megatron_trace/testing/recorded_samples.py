@@ -17,10 +17,17 @@ from unittest import mock
 import torch
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 
-from megatron_trace.formats import encode, global_scale_from_amax
-from megatron_trace.hints.codec import encode_hint
+from megatron_trace.formats import ops
+from megatron_trace.hints.codec import encode_packed_hint
 from megatron_trace.hints.store import HintStore, RecordKind
-from megatron_trace.hints.types import HintKey, QuantizerSettings, RolloutSample, ScaleForm, Site
+from megatron_trace.hints.types import (
+    HintKey,
+    QuantizerSettings,
+    RolloutSample,
+    ScaleForm,
+    Site,
+    stored_bits,
+)
 from megatron_trace.training.micro_batch import MicroBatch, make_micro_batch
 from megatron_trace.training.model import token_logprobs
 from megatron_trace.training.rounding import PackedRows, Rounding
@@ -80,13 +87,22 @@ def calibrate(model: HybridModel, sites: TraceSites, samples: Sequence[RolloutSa
         sites: Its `TraceSites`.
         samples: Tokens and routing to calibrate with.
     """
-    sites.settings = QuantizerSettings(dict.fromkeys(sites.shape.places, 1.0))
-    _, seen, _ = _forward_recorded(model, sites, samples)
-    scales = {
-        place: global_scale_from_amax(torch.cat(values.inputs).abs().amax()).item()
-        for place, values in seen.items()
-    }
-    sites.settings = QuantizerSettings(scales)
+    trace = sites.trace
+    settings = QuantizerSettings(
+        {}, number_format=trace.number_format, quantised_parts=trace.quantised_parts
+    )
+    if settings.has_global_scales:
+        places = sites.quantised_places
+        sites.settings = replace(settings, global_scales=dict.fromkeys(places, 1.0))
+        _, seen, _ = _forward_recorded(model, sites, samples)
+        scales = {}
+        for place, values in seen.items():
+            amax = torch.cat(values.inputs).abs().amax()
+            scale = sites.format_of(place[1]).global_scale_from_amax(amax)
+            assert scale is not None, "all formats of a set have global scales, or none"
+            scales[place] = scale.item()
+        settings = replace(settings, global_scales=scales)
+    sites.settings = settings
     sites.reset_report()
 
 
@@ -123,14 +139,17 @@ def record(
             values = slots_side_by_side(seen[place].inputs, routing)
         else:
             values = torch.cat(seen[place].inputs)
-        all_codes, scale_bytes = encode(values, scale)
+        number_format = sites.format_of(place[1])
+        packed_codes, scale_bytes = ops.encode(values, scale, number_format=number_format)
         for column, sample in enumerate(samples):
             rows = torch.arange(sample.num_rows) * len(samples) + column
             key = HintKey(sample.sample_id, *place, sample.policy_version, sample.settings_digest)
-            own = (all_codes[rows], scale_bytes[rows], scale)
-            store.put(encode_hint(key, *own, num_bits, scale_form))
+            own = (key, packed_codes[rows], scale_bytes[rows], scale)
+            bits, all_bits = (stored_bits(number_format, asked) for asked in (num_bits, 4))
+            store.put(encode_packed_hint(*own, bits, scale_form, number_format))
             if codes:
-                store.put(encode_hint(key, *own, 4), RecordKind.CODES)
+                whole = encode_packed_hint(*own, all_bits, "raw", number_format)
+                store.put(whole, RecordKind.CODES)
     return [
         replace(sample, logprobs=logprobs[b][micro_batch.loss_mask[b]])
         for b, sample in enumerate(samples)

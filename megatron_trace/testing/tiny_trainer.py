@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 
-from megatron_trace.config import DEFAULT_HINT_SITES, Method, TraceConfig
+from megatron_trace.config import DEFAULT_HINT_SITES, Method, NumberFormatName, TraceConfig
 from megatron_trace.hints.store import HintStore
 from megatron_trace.hints.types import QuantizerSettings, RolloutSample
 from megatron_trace.testing.recorded_samples import calibrate, random_samples, record
@@ -88,6 +88,7 @@ def recorded_rollout(
     seed: int = 0,
     num_experts: int | None = None,
     sites: Sequence[str] = DEFAULT_HINT_SITES,
+    number_format: NumberFormatName = "nvfp4",
     **recorded: Any,
 ) -> RecordedRollout:
     """Records samples from a BF16 model with the weights of `tiny_trainer`.
@@ -98,9 +99,12 @@ def recorded_rollout(
         seed: Seed of tokens and routing.
         num_experts: Experts below which routing stays; None uses all.
         sites: Sites that are recorded in every layer.
+        number_format: Number format of the recording model.
         **recorded: Arguments of `record`.
     """
-    model, own = tiny_trainer("qat", pattern=pattern, dtype=torch.bfloat16)
+    model, own = tiny_trainer(
+        "qat", pattern=pattern, dtype=torch.bfloat16, number_format=number_format
+    )
     samples = random_samples(
         lengths, own.shape, vocab_size=VOCAB_SIZE, seed=seed, num_experts=num_experts
     )

@@ -19,6 +19,7 @@ from typing import Protocol
 
 import torch
 
+from megatron_trace.formats import NVFP4
 from megatron_trace.hints.types import Site
 from megatron_trace.training.rounding import Rounding, RowMove
 
@@ -101,6 +102,11 @@ class LinearCall:
             raise ValueError(
                 f"{name}: the input must be contiguous [rows, values]; got {tuple(values.shape)} "
                 f"with strides {values.stride()}"
+            )
+        if rounding.number_format is not NVFP4:
+            raise ValueError(
+                f"{name}: Transformer Engine's experts quantise to nvfp4 only; got "
+                f"{rounding.number_format.name}; choose number_format=nvfp4 or the local experts"
             )
         self.name = name
         self.values = values.detach()

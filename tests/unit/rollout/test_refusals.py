@@ -70,14 +70,38 @@ def test_generating_before_calibration_or_weights_is_refused(weights):
 )
 def test_a_model_that_cannot_be_rolled_out_is_refused_when_the_engine_is_built(overrides, message):
     with pytest.raises(ValueError, match=message):
-        RolloutEngine(
-            tiny_moe_config("*E*E", **overrides),
-            pattern="*E*E",
-            vocab_size=16,
-            max_sequence_length=32,
-            trace=TraceConfig(),
-            eod_token=15,
-        )
+        _build(TraceConfig(), **overrides)
+
+
+@pytest.mark.parametrize(
+    ("number_format", "overrides", "message"),
+    [
+        ("mxfp4", {"kv_channels": 16}, "kv_channels must be a multiple of 32, the block of mxfp4"),
+        ("mxfp4", {"moe_ffn_hidden_size": 80}, "of 32, the block of mxfp4, .* site fc2; got 80"),
+        ("mxfp4_w4a8", {"moe_ffn_hidden_size": 80}, "of 32, the block of mxfp8, .* site fc2"),
+    ],
+)
+def test_a_width_that_is_not_whole_blocks_of_the_format_is_refused(
+    number_format, overrides, message
+):
+    with pytest.raises(ValueError, match=message):
+        _build(TraceConfig(number_format=number_format), **overrides)
+
+
+def test_a_width_that_is_not_quantised_may_be_any():
+    trace = TraceConfig(number_format="mxfp4", quantised_parts="experts")
+    assert _build(trace, kv_channels=16).kv_bytes_per_token == 2 * 2 * 2 * 16 * 2
+
+
+def _build(trace, **overrides):
+    return RolloutEngine(
+        tiny_moe_config("*E*E", **overrides),
+        pattern="*E*E",
+        vocab_size=16,
+        max_sequence_length=32,
+        trace=trace,
+        eod_token=15,
+    )
 
 
 @pytest.mark.parametrize(
