@@ -23,6 +23,7 @@ import argparse
 import datetime
 import importlib
 import logging
+import math
 import platform
 import subprocess
 from importlib.metadata import PackageNotFoundError, version
@@ -61,7 +62,10 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--setting", choices=("cpu", "h200"), default="cpu")
     parser.add_argument("--work", type=Path, default=Path("out/study"), help="kept between starts")
     parser.add_argument("--out", type=Path, default=Path("docs/study"))
-    parser.add_argument("--only", nargs="+", default=[], help="questions to ask, such as sites")
+    parser.add_argument("--only", nargs="+", default=[], help="questions, in this order")
+    parser.add_argument(
+        "--max-seconds", type=float, default=math.inf, help="after which no cell is begun"
+    )
     parser.add_argument("--commit", help="commit to name in the report (default: ask git)")
     return parser.parse_args(arguments)
 
@@ -135,7 +139,7 @@ def run_study(options: argparse.Namespace) -> None:
             header=header_of(options),
             say=lambda line: print(f"{time.perf_counter() - STARTED_S:6.0f} s  {line}", flush=True),
         )
-        result = study.run(options.only)
+        result = study.run(options.only, max_seconds=options.max_seconds)
     save_study(options.out / f"{options.model}-{options.setting}.jsonl.gz", result)
 
 

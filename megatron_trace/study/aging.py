@@ -64,8 +64,8 @@ def aged_weights(
 def weight_change(weights: Mapping[str, torch.Tensor], older: Mapping[str, torch.Tensor]) -> float:
     """Gives the norm of the difference of BF16 weights over the norm of the older ones."""
     difference = sum(
-        float((weights[name].float() - older[name].bfloat16().float()).square().sum())
-        for name in older
+        float((weights[name].to(value) - value.bfloat16().float()).square().sum())
+        for name, value in older.items()
     )
     norm = sum(float(value.float().square().sum()) for value in older.values())
     return (difference / norm) ** 0.5

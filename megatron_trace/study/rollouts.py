@@ -49,6 +49,21 @@ class RolloutSet:
     codes: Mapping[str, Mapping[Place, SiteHint]]
     settings: QuantizerSettings | None
 
+    def to(self, device: torch.device) -> RolloutSet:
+        """Gives the set with its codes on a device."""
+        codes = {
+            sample_id: {
+                place: dataclasses.replace(
+                    hint,
+                    payload=hint.payload.to(device),
+                    scale_bytes=hint.scale_bytes.to(device),
+                )
+                for place, hint in places.items()
+            }
+            for sample_id, places in self.codes.items()
+        }
+        return RolloutSet(self.samples, codes, self.settings)
+
 
 def build_engine(model: StudyModel, setting: EngineSetting) -> RolloutEngine:
     """Builds an engine that records full codes everywhere and no hints."""

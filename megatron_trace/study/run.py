@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 
+from megatron_trace.hints.store import HintStore
 from megatron_trace.models.hybrid import pattern_sites
 from megatron_trace.rollout.engine import RolloutEngine
 from megatron_trace.study import rollouts as rollout_sets
@@ -88,7 +90,12 @@ class Study:
         self._folder = work / f"{model.name}-{settings.name}"
         self._rollouts: dict[str, RolloutSet] = {}
         self._aged: dict[tuple[float, int], Aged] = {}
-        device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+        on_gpu = torch.cuda.is_available()
+        device = torch.cuda.get_device_name() if on_gpu else "cpu"
+        self._device = torch.device(torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+        # What every cell copies stays where the trainer is.
+        self._weights = {name: value.to(self._device) for name, value in model.weights.items()}
+        self._stores: dict[tuple[Any, ...], HintStore] = {}
         self.identity = {
             "version": VERSION,
             "weights": weights_digest(model.weights),
@@ -102,17 +109,23 @@ class Study:
         """The cells of this model and setting."""
         return cells_for(self.model_sites, short=self.settings.short)
 
-    def run(self, only: Sequence[str] = ()) -> StudyResult:
+    def run(self, only: Sequence[str] = (), *, max_seconds: float = math.inf) -> StudyResult:
         """Computes every missing cell.
 
         Args:
-            only: Questions to ask; all if empty.
+            only: Questions to ask, in this order; all if empty.
+            max_seconds: Time after which no missing cell is begun.
         """
+        begun = time.perf_counter()
         found: dict[str, CellResult] = {}
-        cells = [cell for cell in self.cells if not only or cell.question in only]
+        cells = self.cells
+        if only:
+            cells = [cell for name in only for cell in self.cells if cell.question == name]
         for number, cell in enumerate(cells, start=1):
             result = self._results.read(cell)
             if result is None:
+                if time.perf_counter() - begun > max_seconds:
+                    continue
                 started = time.perf_counter()
                 rows, facts = self._known(cell, found) or self.measure(cell)
                 seconds = time.perf_counter() - started
@@ -128,7 +141,9 @@ class Study:
             "model_facts": dict(self.model.facts),
             "rollouts": {
                 name: _facts_of(self.rollouts(name))
-                for name in sorted({cell.engine for cell in cells})
+                for name in sorted(
+                    {cell["engine"] for cell in (result.cell for result in found.values())}
+                )
             },
         }
         return StudyResult(header, found)
@@ -163,7 +178,7 @@ class Study:
         if cell.fresh:
             return self._measure_prefill(cell), {}
         rollouts = self.rollouts(cell.engine)
-        return rows_of(cell, rollouts, self._score(cell, rollouts, self.model.weights)), {}
+        return rows_of(cell, rollouts, self._score(cell, rollouts, self._weights)), {}
 
     def rollouts(self, engine: str) -> RolloutSet:
         """Gives the rollout set of an engine setting; generates it if the folder lacks it."""
@@ -172,7 +187,7 @@ class Study:
             path = self._folder / f"rollouts-{engine}.pt"
             identity = self.identity | {"engine": asdict(setting)}
             if path.exists():
-                self._rollouts[engine] = rollout_sets.load(path, identity)
+                self._rollouts[engine] = rollout_sets.load(path, identity).to(self._device)
             else:
                 started = time.perf_counter()
                 made = rollout_sets.roll_out(
@@ -182,7 +197,7 @@ class Study:
                     max_new_tokens=self.settings.max_new_tokens,
                 )
                 rollout_sets.save(made, path, identity)
-                self._rollouts[engine] = made
+                self._rollouts[engine] = made.to(self._device)
                 self._say(f"rollouts {engine}: {time.perf_counter() - started:.1f} s")
         return self._rollouts[engine]
 
@@ -191,7 +206,19 @@ class Study:
     ) -> Scores:
         settings = rollouts.settings
         trainer, sites = build_trainer(self.model, cell, ENGINES[cell.engine], settings, weights)
-        return score(trainer, sites, rollouts, store_for(rollouts, cell))
+        return score(trainer, sites, rollouts, self._store(rollouts, cell))
+
+    def _store(self, rollouts: RolloutSet, cell: Cell) -> HintStore | None:
+        """Gives the hints of a cell, made once for all cells that read the same."""
+        if rollouts is not self._rollouts.get(cell.engine) or cell.damage != "none":
+            return store_for(rollouts, cell)
+        key = (cell.engine, cell.bits, cell.scale_form)
+        if key not in self._stores:
+            store = store_for(rollouts, cell)
+            if store is None:
+                return None
+            self._stores[key] = store
+        return self._stores[key]
 
     # The policy gradient.
 
@@ -202,9 +229,9 @@ class Study:
     def _gradients(self, cell: Cell) -> ChunkGradients:
         rollouts = self.rollouts(cell.engine)
         trainer, sites = build_trainer(
-            self.model, cell, ENGINES[cell.engine], rollouts.settings, self.model.weights
+            self.model, cell, ENGINES[cell.engine], rollouts.settings, self._weights
         )
-        return chunk_gradients(trainer, sites, rollouts.samples, store_for(rollouts, cell))
+        return chunk_gradients(trainer, sites, rollouts.samples, self._store(rollouts, cell))
 
     def _full_codes(self, name: str, **fields: Any) -> Cell:
         return Cell(name, bits=4, guard=False, sites=self.model_sites, **fields)
@@ -231,13 +258,13 @@ class Study:
         samples, codes = rollout_sets.rescored(
             self._engine, rollouts.samples, policy_version=version
         )
-        return RolloutSet(samples, codes, rollouts.settings)
+        return RolloutSet(samples, codes, rollouts.settings).to(self._device)
 
     def _measure_prefill(self, cell: Cell) -> list[Row]:
         """Compares the codes of decoding with those of reading the same tokens as a prompt."""
         decoded = self.rollouts("fp4")
-        read = self._read_again(self.model.weights, 0)
-        rows = rows_of(cell, decoded, self._score(cell, read, self.model.weights))
+        read = self._read_again(self._weights, 0)
+        rows = rows_of(cell, decoded, self._score(cell, read, self._weights))
         for row in rows:
             row["codes"] = rollout_sets.code_differences(
                 decoded.codes[row["sample"]], read.codes[row["sample"]]
@@ -254,7 +281,7 @@ class Study:
             for row in rows:
                 drift = aged.reference[row["sample"]] - old[row["sample"]]
                 row["drift"] = [float(f"{delta:.3g}") for delta in drift.tolist()]
-        return rows, {"weight_change": weight_change(aged.weights, self.model.weights)}
+        return rows, {"weight_change": weight_change(aged.weights, self._weights)}
 
     def _policy(self, rate: float, steps: int) -> Aged:
         if (rate, steps) not in self._aged:
