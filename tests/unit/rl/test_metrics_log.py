@@ -41,3 +41,44 @@ def test_file_of_another_run_is_refused(tmp_path):
 
 def test_missing_file_has_no_records(tmp_path):
     assert read_metrics(tmp_path / "none.jsonl") == []
+
+
+def tensorboard_numbers(folder):
+    """Gives (step, value) by name, as TensorBoard shows them."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    shown = EventAccumulator(str(folder / "tensorboard"))
+    shown.Reload()
+    return {
+        name: [(event.step, event.value) for event in shown.Scalars(name)]
+        for name in shown.Tags()["scalars"]
+    }
+
+
+def test_tensorboard_shows_the_numbers_of_every_step(tmp_path):
+    log = MetricsLog(tmp_path / "m.jsonl", first_step=0, tensorboard=True)
+    for step in (0, 1):
+        log.append(
+            {"step": step, "reward": 0.25, "gap": {"mean": step / 2, "by": {"fc1": 3}}, "at": "now"}
+        )
+    log.close()
+    assert tensorboard_numbers(tmp_path) == {
+        "reward": [(0, 0.25), (1, 0.25)],
+        "gap/mean": [(0, 0.0), (1, 0.5)],
+        "gap/by/fc1": [(0, 3.0), (1, 3.0)],
+    }
+
+
+def test_tensorboard_shows_a_resumed_step_once(tmp_path):
+    for first_step, steps in ((0, (0, 1, 2)), (1, (1,))):
+        log = MetricsLog(tmp_path / "m.jsonl", first_step=first_step, tensorboard=True)
+        for step in steps:
+            log.append({"step": step, "reward": float(10 * first_step + step)})
+        log.close()
+    assert tensorboard_numbers(tmp_path) == {"reward": [(0, 0.0), (1, 11.0)]}
+    assert [record["reward"] for record in read_metrics(tmp_path / "m.jsonl")] == [0.0, 11.0]
+
+
+def test_without_tensorboard_no_folder_is_made(tmp_path):
+    log_steps(tmp_path / "m.jsonl", 0)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["m.jsonl"]
