@@ -53,6 +53,7 @@ The other formats, on the first table's rows, with the thresholds of `THRESHOLDS
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -117,8 +118,12 @@ def accept_rows(
     num_bits: int,
     thresholds: GuardThresholds,
     number_format: NumberFormat = NVFP4,
+    add_up: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> RowHealth:
     """Gives which rows of a hint may guide x, and the two numbers that decide it.
+
+    Where ranks have different columns of the same rows, a row is judged by all of them, so that it
+    is accepted on all or on none.
 
     Args:
         x: float [..., K]; the trainer's values.
@@ -129,6 +134,8 @@ def accept_rows(
         num_bits: Bits per value of the hint.
         thresholds: What decides.
         number_format: Format of the hint.
+        add_up: Gives sums of int64 counts [4, ...] over the ranks that have other columns; None if
+            x has all columns.
 
     Raises:
         ValueError: Shapes disagree, K is not a multiple of the block size, or num_bits is not that
@@ -136,15 +143,19 @@ def accept_rows(
     """
     require_hint_bits(num_bits, number_format)
     bits = payload_bits(hint, num_bits)
-    num_blocks = x.shape[-1] // number_format.block_size
-    if bits.shape != x.shape or scale_bytes.shape != (*x.shape[:-1], num_blocks):
+    expected = (*x.shape[:-1], x.shape[-1] // number_format.block_size)
+    if bits.shape != x.shape or scale_bytes.shape != expected:
         raise ValueError(
             f"hint and scale_bytes must cover x {tuple(x.shape)}; got hint {tuple(hint.shape)} at "
             f"{num_bits} bit and scale_bytes {tuple(scale_bytes.shape)}"
         )
     place = number_format, x, scale_bytes, global_scale
-    far_block_share = _far_block_share(*place, thresholds.max_scale_steps)
-    parity_agreement = _parity_agreement(*place, bits)
+    counts = torch.stack(
+        [*_far_blocks(*place, thresholds.max_scale_steps), *_agreeing_bits(*place, bits)]
+    )
+    far, num_blocks, agreeing, num_counted = counts if add_up is None else add_up(counts)
+    far_block_share = far / num_blocks.clamp(min=1)
+    parity_agreement = (agreeing / num_counted.clamp(min=1)).masked_fill(num_counted == 0, 1.0)
     return RowHealth(
         accepted=(far_block_share <= thresholds.max_far_blocks)
         & (parity_agreement >= thresholds.min_parity_agreement),
@@ -153,31 +164,32 @@ def accept_rows(
     )
 
 
-def _far_block_share(
+def _far_blocks(
     number_format: NumberFormat,
     x: torch.Tensor,
     scale_bytes: torch.Tensor,
     global_scale: torch.Tensor | float | None,
     max_scale_steps: int,
-) -> torch.Tensor:
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gives how many blocks of each row are far, and how many count."""
     distance = number_format.specification.scale_distance(x, scale_bytes, global_scale)
     # Where both bytes are 0, the block is zero on both sides.
     counted = (distance != 0) | (scale_bytes != 0)
-    return (distance > max_scale_steps).sum(-1) / counted.sum(-1).clamp(min=1)
+    return (distance > max_scale_steps).sum(-1), counted.sum(-1)
 
 
-def _parity_agreement(
+def _agreeing_bits(
     number_format: NumberFormat,
     x: torch.Tensor,
     scale_bytes: torch.Tensor,
     global_scale: torch.Tensor | float | None,
     bits: torch.Tensor,
-) -> torch.Tensor:
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gives how many lowest bits of each row agree, and how many count."""
     effective = number_format.effective_scales(scale_bytes, global_scale)
     blocks = fp32_blocks(x, number_format.block_size)
     codes = minifloat.nearest_codes(number_format.element, blocks, effective)
     counted = effective != 0
     agree = (codes & 1) == bits.view_as(codes)
     num_counted = counted.sum(-1) * number_format.block_size
-    share = (agree & counted.unsqueeze(-1)).sum((-2, -1)) / num_counted.clamp(min=1)
-    return share.masked_fill(num_counted == 0, 1.0)
+    return (agree & counted.unsqueeze(-1)).sum((-2, -1)), num_counted

@@ -139,7 +139,7 @@ def train_step(task: Task, *, alone: bool = False) -> Outcome:
             parameter.copy_(slices[names[name]].of(task.weights[names[name]]))
     ddp_config = DistributedDataParallelConfig(use_distributed_optimizer=task.distributed_optimizer)
     ddp = DistributedDataParallel(model.config, ddp_config, model)
-    optimizer = get_megatron_optimizer(
+    optimizer: Any = get_megatron_optimizer(
         OptimizerConfig(
             optimizer="adam",
             lr=1e-2,

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
+import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_trace.hints.sharding import padded_length, token_positions
@@ -64,3 +67,29 @@ def rank_layout(groups: ProcessGroupCollection) -> RankLayout:
         etp_size=groups.expt_tp.size(),
         etp_rank=groups.expt_tp.rank(),
     )
+
+
+def sum_over_columns(
+    groups: ProcessGroupCollection, site: Site
+) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    """Gives what adds up counts of rows over the ranks that have other columns of them.
+
+    Of K and V these have other KV heads. With fewer heads than ranks each head counts as often as
+    any other, which leaves shares as they are.
+
+    Args:
+        groups: The model's process groups.
+        site: Site.
+
+    Returns:
+        A collective, or None if this rank has all columns.
+    """
+    group = {Site.FC1: None, Site.FC2: groups.expt_tp}.get(site, groups.tp)
+    if group is None or group.size() == 1:
+        return None
+
+    def add_up(counts: torch.Tensor) -> torch.Tensor:
+        dist.all_reduce(counts, group=group)
+        return counts
+
+    return add_up

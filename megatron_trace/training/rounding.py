@@ -72,7 +72,11 @@ class HintRows:
         )
 
     def judged(
-        self, values: torch.Tensor, global_scale: float | None, trace: TraceConfig
+        self,
+        values: torch.Tensor,
+        global_scale: float | None,
+        trace: TraceConfig,
+        add_up: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> HintRows:
         """Gives the hints by which values may be rounded: with block scales, and guarded.
 
@@ -80,9 +84,11 @@ class HintRows:
             values: float [N, K]; the trainer's values.
             global_scale: Static decode-side scale of the place; None if its format has none.
             trace: Thresholds of the guard.
+            add_up: Gives sums over the ranks that have other columns of the rows; None if there are
+                none. Whether it is called does not depend on the values.
         """
         rows = self._restored(values, global_scale, trace)
-        return replace(rows, has_hint=rows._accepted(values, global_scale, trace))
+        return replace(rows, has_hint=rows._accepted(values, global_scale, trace, add_up))
 
     def _restored(
         self, values: torch.Tensor, global_scale: float | None, trace: TraceConfig
@@ -101,7 +107,11 @@ class HintRows:
         return replace(self, scale_bytes=scale_bytes, scale_form="restored")
 
     def _accepted(
-        self, values: torch.Tensor, global_scale: float | None, trace: TraceConfig
+        self,
+        values: torch.Tensor,
+        global_scale: float | None,
+        trace: TraceConfig,
+        add_up: Callable[[torch.Tensor], torch.Tensor] | None,
     ) -> torch.Tensor:
         """Gives bool [N]: which rows have a hint that the guard accepts."""
         if not trace.guard:
@@ -114,6 +124,7 @@ class HintRows:
             num_bits=self.num_bits,
             thresholds=guard_thresholds(trace, self.number_format),
             number_format=self.number_format,
+            add_up=add_up,
         )
         return self.has_hint & health.accepted
 

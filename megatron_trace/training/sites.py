@@ -28,6 +28,7 @@ from megatron_trace.hints.types import (
 )
 from megatron_trace.models.hybrid import pattern_sites
 from megatron_trace.training.audit import foreign_quantisers, unexpected_quantising
+from megatron_trace.training.layout import sum_over_columns
 from megatron_trace.training.report import Tally, TraceReport
 from megatron_trace.training.reproduced import OPERAND_DTYPES, require_reproduced
 from megatron_trace.training.rounding import (
@@ -356,7 +357,8 @@ class TraceSites:
         rounding = self._to_nearest(place)
         hint = None if slots is None else slots.hint
         if hint is not None:
-            hint = hint.judged(rows, rounding.global_scale, self.trace)
+            add_up = sum_over_columns(self.groups, Site.FC2)
+            hint = hint.judged(rows, rounding.global_scale, self.trace, add_up)
             rounding = replace(rounding, hint=hint)
         self.count_call(*place)
         if scope.first_time((place, expert)):
@@ -387,7 +389,8 @@ class TraceSites:
             require_finite(values, place_name(place), partial(micro_batch.row_name, site))
         hint = micro_batch.hints.get(place)
         if hint is not None:
-            hint = hint.judged(values, plain.global_scale, self.trace)
+            add_up = sum_over_columns(self.groups, site)
+            hint = hint.judged(values, plain.global_scale, self.trace, add_up)
         rounding = replace(plain, hint=hint)
         if scope.first_time(place):
             recorded = place in self.recorded_places

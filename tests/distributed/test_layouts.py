@@ -72,7 +72,10 @@ ALL_GATHER = {"moe_token_dispatcher_type": "allgather"}
 PACKED = {"save_packed_activations": True}
 LAYOUTS = {
     "TP2": Layout(2, {TP: 2}, is_short=True),
-    "TP2 ETP2": Layout(2, {TP: 2, ETP: 2}, is_short=True),
+    # So strict that parts of a row would be judged differently.
+    "TP2 ETP2, many rows rejected": Layout(
+        2, {TP: 2, ETP: 2}, trace={"guard_min_parity_agreement": 0.97}, is_short=True
+    ),
     "TP2 EP2": Layout(2, {TP: 2, EP: 2}, is_short=True),
     "CP2": Layout(2, {CP: 2}, is_short=True),
     "ETP2": Layout(2, {ETP: 2}, is_short=True),
@@ -85,6 +88,7 @@ LAYOUTS = {
         2, {EP: 2}, config=ALL_GATHER, num_experts=8
     ),
     "CP2 EP2": Layout(2, {CP: 2, EP: 2}),
+    "TP2 ETP2": Layout(2, {TP: 2, ETP: 2}),
     "TP2 packed activations": Layout(2, {TP: 2, EP: 2}, trace=PACKED),
     "TP2 ETP2 packed activations": Layout(2, {TP: 2, ETP: 2}, trace=PACKED),
     "ETP2 all-gather": Layout(2, {ETP: 2}, config=ALL_GATHER),
@@ -283,6 +287,15 @@ def test_counts_add_up_to_those_of_one_rank(run):
         for name in ("guided", "rejected", "missing", "not_recorded", "padding"):
             total = sum(getattr(rank.report.sites[site], name) for rank in ranks)
             assert total == times[site] * getattr(expected, name), (site, name)
+
+
+def test_both_guided_and_rejected_rows_were_compared(run):
+    layout, _, alone, _ = run
+    if "guard_min_parity_agreement" not in layout.trace:
+        pytest.skip("the default guard rejects next to nothing")
+    for site, counts in alone.report.sites.items():
+        assert counts.guided > 10, site
+        assert counts.rejected > 10, site
 
 
 def test_every_byte_of_hints_is_read_by_exactly_one_rank(run):

@@ -251,3 +251,30 @@ def test_hints_of_another_shape_are_refused() -> None:
     ):
         with pytest.raises(ValueError, match=r"must cover x \(4, 64\)"):
             accept_rows(x, hint, scales, 1.0, num_bits=1, thresholds=NVFP4)
+
+
+def test_ranks_with_half_of_the_columns_each_judge_a_row_as_one_with_all():
+    x = rows_of(64, seed=5)
+    rollout = torch.cat((x[:, :32], with_noise(x, 0.4)[:, 32:]), dim=1)
+    global_scale = formats.global_scale_from_amax(rollout.abs().max())
+    codes, scale_bytes = formats.encode(rollout, global_scale)
+
+    def judged(columns: slice, add_up: Any = None) -> RowHealth:
+        blocks = slice(columns.start // 16, columns.stop // 16)
+        hint = formats.pack_bits(codes[:, columns].contiguous())
+        scales = scale_bytes[:, blocks].contiguous()
+        how = {"num_bits": 1, "thresholds": NVFP4, "add_up": add_up}
+        return accept_rows(x[:, columns].contiguous(), hint, scales, global_scale, **how)
+
+    halves = slice(0, 32), slice(32, 64)
+    counts: list[torch.Tensor] = []
+    alone = [
+        judged(half, lambda found: counts.append(found.clone()) or found).accepted
+        for half in halves
+    ]
+    whole = judged(slice(0, 64))
+    assert not torch.equal(alone[0], alone[1])
+    for half in halves:
+        together = judged(half, lambda _: counts[0] + counts[1])
+        for name in ("accepted", "far_block_share", "parity_agreement"):
+            assert torch.equal(getattr(together, name), getattr(whole, name)), name
