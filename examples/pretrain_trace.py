@@ -26,6 +26,7 @@ from megatron.training import pretrain, print_rank_0
 from megatron.training.argument_utils import pretrain_cfg_container_from_args
 from megatron.training.arguments import parse_and_validate_args
 
+from megatron_trace import compat
 from megatron_trace.arguments import (
     add_recorded_arguments,
     recorded_config_from_args,
@@ -61,12 +62,13 @@ def main() -> None:
         iteration = current
         return training.forward_step(data_iterator, model)
 
-    pretrain(
-        pretrain_cfg_container_from_args(args, model_config),
-        datasets,
-        ModelType.encoder_or_decoder,
-        forward_step,
-    )
+    with compat.distributed_optimizer_resumes_with_torch_adam():
+        pretrain(
+            pretrain_cfg_container_from_args(args, model_config),
+            datasets,
+            ModelType.encoder_or_decoder,
+            forward_step,
+        )
     training.assert_ran()
     print_rank_0(f"TRACE ran: method {trace.method}, {len(training.folders[0])} samples")
 

@@ -167,3 +167,55 @@ def checkpoint_writes_in_process() -> Iterator[None]:
         yield
     finally:
         filesystem_async._results_queue = previous
+
+
+@contextlib.contextmanager
+def distributed_optimizer_resumes_with_torch_adam() -> Iterator[None]:
+    """Lets the distributed optimizer's state be loaded in a fresh process, inside the context.
+
+    Without Apex and Transformer Engine the inner optimizer is `torch.optim.Adam`, whose `step` is a
+    tensor of each parameter's state. `DistributedOptimizer` (core/optimizer/distrib_optimizer.py)
+    asserts it before the first step, when a checkpoint is loaded; writes into leaves that need
+    gradients; gives all parameters one and the same `step` tensor, which Adam would advance once
+    for each of them; and overwrites it with a zero, or misses it in the reshardable form. Does nothing where Apex or Transformer Engine is installed.
+    """
+    require_version("megatron-core", MEGATRON_CORE, "distributed_optimizer_resumes_with_torch_adam")
+    from megatron.core.optimizer import distrib_optimizer
+
+    if distrib_optimizer.HAVE_APEX_OR_TE:
+        yield
+        return
+    cls = distrib_optimizer.DistributedOptimizer
+    originals = {
+        name: getattr(cls, name)
+        for name in ("state_dict", "load_state_dict", "_set_main_param_and_optimizer_states")
+    }
+
+    def state_dict_with_steps(self: Any) -> Any:
+        if not self.optimizer.state:
+            self.init_state_fn(self.optimizer)
+            for state in self.optimizer.state.values():
+                state["step"] = torch.zeros(())
+        return originals["state_dict"](self)
+
+    def load_own_steps(self: Any, saved: Any) -> None:
+        with torch.no_grad():
+            originals["load_state_dict"](self, saved)
+        for group in self.optimizer.param_groups:
+            step = group.pop("step")
+            for parameter in group["params"]:
+                self.optimizer.state[parameter]["step"] = torch.tensor(float(step))
+
+    def set_without_step(self: Any, model_param: Any, tensors: dict[str, Any]) -> None:
+        # Only tensors are taken; the step is set afterwards.
+        originals["_set_main_param_and_optimizer_states"](
+            self, model_param, {**tensors, "step": None}
+        )
+
+    cls.state_dict, cls.load_state_dict = state_dict_with_steps, load_own_steps
+    cls._set_main_param_and_optimizer_states = set_without_step
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(cls, name, original)

@@ -148,16 +148,17 @@ class RecordedTraining:
         """
         logprobs = logprobs_of_logits(logits, micro_batch, temperature=self.recorded.temperature)
         old, mask = logprobs.detach(), micro_batch.loss_mask
-        loss, sums = grpo_loss(
+        num_tokens = mask.sum()
+        mean, sums = grpo_loss(
             logprobs,
             old,
             micro_batch.rollout_logprobs,
             advantages,
             mask,
-            num_tokens=1,
+            num_tokens=max(int(num_tokens), 1),
             settings=self._loss,
         )
-        num_tokens = mask.sum()
+        loss = mean * num_tokens
         gap = (old - micro_batch.rollout_logprobs).abs()[mask].sum()
 
         def per_token(total: torch.Tensor | float) -> torch.Tensor:
