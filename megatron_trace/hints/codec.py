@@ -124,7 +124,8 @@ def payload_bits(payload: torch.Tensor, num_bits: int) -> torch.Tensor:
     """
     if num_bits not in (1, 2, 4, 8):
         raise ValueError(f"num_bits must be 1, 2, 4 or 8; got {num_bits}")
-    return unpack_bits(payload) if num_bits == 1 else unpack_hint(payload, num_bits).bitwise_and_(1)
+    # Codes of 8 bits are the payload itself, so nothing is changed in place.
+    return unpack_bits(payload) if num_bits == 1 else unpack_hint(payload, num_bits) & 1
 
 
 def decode_bits(hint: SiteHint) -> torch.Tensor:

@@ -64,6 +64,24 @@ def test_places_without_hints_are_rounded_to_nearest_and_counted(build, rollout,
         assert sites.report().sites[site].missing > 0
 
 
+@pytest.mark.parametrize("hint_bits", [1, 2, 4])
+@pytest.mark.parametrize("number_format", FORMATS)
+def test_hints_of_any_bits_give_the_recorded_codes(build, rollout, number_format, hint_bits):
+    rolled = rollout(number_format=number_format, sites=HINT_SITES, num_bits=hint_bits, codes=True)
+    options = {"hint_sites": HINT_SITES, "hint_bits": hint_bits}
+    model, sites = _ready(build, rolled, number_format, **options)
+    sites.diagnostics = True
+    micro_batch = make_micro_batch(rolled.samples, rolled.store, sites)
+    with torch.no_grad(), sites.micro_batch(micro_batch):
+        token_logprobs(model, sites, micro_batch)
+    for site in Site:
+        counts = sites.report().code_mismatch[site]
+        assert counts.guided_values == counts.values > 0
+        assert counts.unexplained == 0
+        # An FP32 trainer of a BF16 record; E4M3 values lie nearer to one another than its noise.
+        assert counts.guided_share <= (0.04 if sites.format_of(site) is MXFP8 else 1e-3)
+
+
 def test_hints_of_another_format_are_refused(build, rollout):
     rolled = rollout(number_format="mxfp4", codes=True)
     _, sites = _ready(build, rolled, "mxfp4")
