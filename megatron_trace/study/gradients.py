@@ -98,6 +98,7 @@ def policy_loss(
 ) -> torch.Tensor:
     """Gives the loss of a first step on some samples: old and new log-probs are the same."""
     micro_batch = make_micro_batch(samples, store, sites)
+    sites.counts = {}  # Not read here, and those of other samples.
     with sites.micro_batch(micro_batch):
         logprobs = token_logprobs(trainer, sites, micro_batch)
     loss, _ = grpo_loss(
