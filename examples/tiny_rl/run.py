@@ -153,7 +153,9 @@ def run_settings(options: argparse.Namespace, name: str, seed: int) -> RunSettin
 def _changes(options: argparse.Namespace, name: str) -> dict[str, Any]:
     changes: dict[str, Any] = dict(RUNS[name])
     if changes.get("method", options.trace_method) == "bf16":
+        # What has an effect on the quantised runs only.
         changes["diagnostic_share"] = 0.0
+        changes |= {n: getattr(TraceConfig, n) for n in ("number_format", "quantised_parts")}
     return changes
 
 

@@ -7,6 +7,7 @@ import statistics
 import pytest
 import torch
 
+from megatron_trace.config import TraceConfig
 from megatron_trace.hints.types import Site
 from megatron_trace.rl import step
 from megatron_trace.rl.optimizer import OptimizerSettings
@@ -62,6 +63,31 @@ def test_kv_cache_takes_a_quarter_and_scales(started):
     # 2 layers x (K, V) x 2 heads x 32 values: 2 bytes each, or half a byte and 1/16 of a scale.
     assert metrics["kv_bytes_per_token_bf16"] == 512
     assert metrics["kv_bytes_per_token"] == 144
+
+
+@pytest.mark.parametrize(
+    ("changes", "sites", "hint_bytes", "kv_bytes"),
+    [
+        # Blocks of 32 instead of 16: half the bytes of scales.
+        ({"number_format": "mxfp4"}, {"fc1", "fc2", "k", "v"}, 2 * (20 + 10 + 10), 136),
+        ({"number_format": "mxfp4_w4a8"}, {"fc1", "fc2", "k", "v"}, 2 * (20 + 10 + 10), 136),
+        ({"quantised_parts": "experts"}, {"fc1", "fc2"}, 2 * 24, 512),
+        ({"quantised_parts": "kv"}, {"k", "v"}, 2 * (12 + 12), 144),
+    ],
+    ids=lambda value: "-".join(value.values()) if isinstance(value, dict) else None,
+)
+def test_a_step_in_other_formats_and_with_one_part_quantised(
+    started, changes, sites, hint_bytes, kv_bytes
+):
+    """The push in each step compares the digests of both sides."""
+    trace = TraceConfig(hint_layers="all", diagnostic_share=0.5, **changes)
+    run = started("trace", trace=trace)
+    metrics = rl_step(run)
+    assert metrics["quantisers"]["sites"].keys() == sites
+    for counts in metrics["quantisers"]["code_mismatch"].values():
+        assert counts["unexplained"] == 0
+    assert metrics["hint_bytes_per_token"] == hint_bytes
+    assert metrics["kv_bytes_per_token"] == kv_bytes
 
 
 def test_every_mismatch_under_guidance_is_explained(started):
