@@ -74,6 +74,7 @@ def _depth(axes: Any, result: StudyResult) -> bool:
             points = {
                 float(layer): found
                 for layer, found in depth_curve(cell, site, "rtn_different", "values").items()
+                if found.low > 0  # The axis is logarithmic.
             }
             label = f"{site}, {name.rpartition('/')[2]} trainer"
             drawn |= _line(axes, points, label, colour, style)
