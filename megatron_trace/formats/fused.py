@@ -1,6 +1,6 @@
-"""NVFP4 quantisation together with what stands before it, in plain torch: the specification.
+"""Quantisation together with what stands before it, in plain torch: the specification.
 
-Legend: `...` any leading shape, K values of a row (a multiple of 16), B = K / 16 blocks of a row.
+Legend: `...` any leading shape, K values of a row, B blocks of a row.
 
 * RMSNorm stands before fc1. Its result is given too: router and shared experts read it unquantised.
   Its arithmetic is fixed here, so that every implementation gives equal bits: squares are added in
@@ -10,14 +10,14 @@ Legend: `...` any leading shape, K values of a row (a multiple of 16), B = K / 1
   device of x: its exp differs in the last bits of FP32 between processors, and with it about one of
   10^4 values in BF16.
 
-The rest is `reference`: the same names, with what stands before.
+The rest is the specification of a number format: the same names, with what stands before.
 """
 
 from __future__ import annotations
 
 import torch
 
-from megatron_trace.formats import reference
+from megatron_trace.formats.number_format import NVFP4, NumberFormat
 
 
 def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
@@ -34,60 +34,75 @@ def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 def swiglu_rtn(
-    gate_up: torch.Tensor, global_scale: torch.Tensor | float, *, dtype: torch.dtype | None = None
+    gate_up: torch.Tensor,
+    global_scale: torch.Tensor | float | None,
+    *,
+    number_format: NumberFormat = NVFP4,
+    dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Gives `reference.rtn` of `swiglu`.
+    """Gives `rtn` of `swiglu`.
 
     Args:
         gate_up: float [..., 2 K].
-        global_scale: FP32 0-d tensor or number, decode side.
+        global_scale: FP32 0-d tensor or number, or one for each row, decode side; None for a format
+            without.
+        number_format: The format.
         dtype: dtype in which the dequantised values are rounded; None is that of gate_up.
 
     Returns:
         [..., K] in the dtype of gate_up.
     """
-    return reference.rtn(swiglu(gate_up), global_scale, dtype=dtype)
+    return number_format.specification.rtn(
+        swiglu(gate_up), global_scale, dtype=dtype, **number_format.rules
+    )
 
 
 def swiglu_rtn_record(
     gate_up: torch.Tensor,
-    global_scale: torch.Tensor | float,
+    global_scale: torch.Tensor | float | None,
     *,
     num_bits: int,
+    number_format: NumberFormat = NVFP4,
     dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gives `reference.rtn_record` of `swiglu`.
+    """Gives `rtn_record` of `swiglu`.
 
     Args:
         gate_up: float [..., 2 K].
-        global_scale: FP32 0-d tensor or number, decode side.
+        global_scale: FP32 0-d tensor or number, or one for each row, decode side; None for a format
+            without.
+        number_format: The format.
         num_bits: Bits per value of the hint.
         dtype: dtype in which the dequantised values are rounded; None is that of gate_up.
 
     Returns:
         y: [..., K] in the dtype of gate_up.
         hint: uint8 [..., K * num_bits / 8].
-        scale_bytes: uint8 [..., B], E4M3.
+        scale_bytes: uint8 [..., B].
     """
-    return reference.rtn_record(swiglu(gate_up), global_scale, num_bits=num_bits, dtype=dtype)
+    return number_format.specification.rtn_record(
+        swiglu(gate_up), global_scale, num_bits=num_bits, dtype=dtype, **number_format.rules
+    )
 
 
 def swiglu_guided(
     gate_up: torch.Tensor,
     hint: torch.Tensor,
     scale_bytes: torch.Tensor,
-    global_scale: torch.Tensor | float,
+    global_scale: torch.Tensor | float | None,
     *,
     num_bits: int,
+    number_format: NumberFormat = NVFP4,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Gives `reference.guided` of `swiglu`.
+    """Gives `guided` of `swiglu`.
 
     Args:
         gate_up: float [..., 2 K]; the trainer's values.
         hint: uint8 [..., K * num_bits / 8].
         scale_bytes: uint8 [..., B]; the rollout's block scales.
-        global_scale: FP32 0-d tensor or number; the rollout's, decode side.
+        global_scale: The rollout's, as `swiglu_rtn`.
+        number_format: The format.
         num_bits: Bits per value of the hint.
         dtype: dtype in which the dequantised values are rounded; None is that of gate_up.
 
@@ -95,7 +110,9 @@ def swiglu_guided(
         [..., K] in the dtype of gate_up.
     """
     x = swiglu(gate_up)
-    return reference.guided(x, hint, scale_bytes, global_scale, num_bits=num_bits, dtype=dtype)
+    return number_format.specification.guided(
+        x, hint, scale_bytes, global_scale, num_bits=num_bits, dtype=dtype
+    )
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -117,24 +134,29 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         sums = sums[..., 0::2] + sums[..., 1::2]
     # Tensors, because a GPU multiplies by the rounded reciprocal of a number.
     mean = sums / torch.full((), float(length), device=x.device)
-    inverse = torch.ones_like(mean) / (mean + eps).sqrt()
+    # Through FP64, because torch's FP32 root on a CPU is not the correctly rounded one.
+    root = (mean + eps).to(torch.float64).sqrt().to(torch.float32)
+    inverse = torch.ones_like(mean) / root
     return (values * inverse * weight.to(torch.float32)).to(x.dtype)
 
 
 def rms_norm_rtn(
     x: torch.Tensor,
     weight: torch.Tensor,
-    global_scale: torch.Tensor | float,
+    global_scale: torch.Tensor | float | None,
     *,
     eps: float,
+    number_format: NumberFormat = NVFP4,
     dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gives `rms_norm`, and `reference.rtn` of it.
+    """Gives `rms_norm`, and `rtn` of it.
 
     Args:
         x: float [..., K].
         weight: float [K].
-        global_scale: FP32 0-d tensor or number, decode side.
+        global_scale: FP32 0-d tensor or number, or one for each row, decode side; None for a format
+            without.
+        number_format: The format.
         eps: Added to the mean square.
         dtype: dtype in which the dequantised values are rounded; None is that of x.
 
@@ -143,24 +165,28 @@ def rms_norm_rtn(
         y: [..., K] in the dtype of x.
     """
     normed = rms_norm(x, weight, eps)
-    return normed, reference.rtn(normed, global_scale, dtype=dtype)
+    y = number_format.specification.rtn(normed, global_scale, dtype=dtype, **number_format.rules)
+    return normed, y
 
 
 def rms_norm_rtn_record(
     x: torch.Tensor,
     weight: torch.Tensor,
-    global_scale: torch.Tensor | float,
+    global_scale: torch.Tensor | float | None,
     *,
     eps: float,
     num_bits: int,
+    number_format: NumberFormat = NVFP4,
     dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gives `rms_norm`, and `reference.rtn_record` of it.
+    """Gives `rms_norm`, and `rtn_record` of it.
 
     Args:
         x: float [..., K].
         weight: float [K].
-        global_scale: FP32 0-d tensor or number, decode side.
+        global_scale: FP32 0-d tensor or number, or one for each row, decode side; None for a format
+            without.
+        number_format: The format.
         eps: Added to the mean square.
         num_bits: Bits per value of the hint.
         dtype: dtype in which the dequantised values are rounded; None is that of x.
@@ -169,13 +195,13 @@ def rms_norm_rtn_record(
         normed: [..., K] in the dtype of x.
         y: [..., K] in the dtype of x.
         hint: uint8 [..., K * num_bits / 8].
-        scale_bytes: uint8 [..., B], E4M3.
+        scale_bytes: uint8 [..., B].
     """
     normed = rms_norm(x, weight, eps)
-    return (
-        normed,
-        *reference.rtn_record(normed, global_scale, num_bits=num_bits, dtype=dtype),
+    record = number_format.specification.rtn_record(
+        normed, global_scale, num_bits=num_bits, dtype=dtype, **number_format.rules
     )
+    return normed, *record
 
 
 def rms_norm_guided(
@@ -183,20 +209,22 @@ def rms_norm_guided(
     weight: torch.Tensor,
     hint: torch.Tensor,
     scale_bytes: torch.Tensor,
-    global_scale: torch.Tensor | float,
+    global_scale: torch.Tensor | float | None,
     *,
     eps: float,
     num_bits: int,
+    number_format: NumberFormat = NVFP4,
     dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gives `rms_norm`, and `reference.guided` of it.
+    """Gives `rms_norm`, and `guided` of it.
 
     Args:
         x: float [..., K]; the trainer's values.
         weight: float [K].
         hint: uint8 [..., K * num_bits / 8].
         scale_bytes: uint8 [..., B]; the rollout's block scales.
-        global_scale: FP32 0-d tensor or number; the rollout's, decode side.
+        global_scale: The rollout's, as `swiglu_rtn`.
+        number_format: The format.
         eps: Added to the mean square.
         num_bits: Bits per value of the hint.
         dtype: dtype in which the dequantised values are rounded; None is that of x.
@@ -206,5 +234,7 @@ def rms_norm_guided(
         y: [..., K] in the dtype of x.
     """
     normed = rms_norm(x, weight, eps)
-    y = reference.guided(normed, hint, scale_bytes, global_scale, num_bits=num_bits, dtype=dtype)
+    y = number_format.specification.guided(
+        normed, hint, scale_bytes, global_scale, num_bits=num_bits, dtype=dtype
+    )
     return normed, y

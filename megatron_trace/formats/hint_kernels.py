@@ -14,7 +14,7 @@ import triton.language as tl
 from triton.runtime.interpreter import InterpretedFunction
 
 from megatron_trace.formats import kernels_octets as octets
-from megatron_trace.formats.checks import as_fp32, require_guide, require_multiple
+from megatron_trace.formats.checks import as_row_scales, require_guide, require_multiple
 from megatron_trace.formats.packing import residue_bytes
 
 _NUM_WARPS = 4
@@ -39,7 +39,7 @@ def restored(
         x: float [..., K] on a GPU; the trainer's values.
         hint: uint8 [..., K * num_bits / 8]; packed lowest bits (1, 2) or codes (4).
         residues: uint8 [..., B], 0 to 7.
-        global_scale: FP32 0-d tensor or number; the rollout's, decode side.
+        global_scale: FP32 0-d tensor or number, or one for each row; the rollout's, decode side.
         num_bits: 1, 2 or 4.
 
     Returns:
@@ -57,6 +57,10 @@ def restored(
     num_tiles = triton.cdiv(num_octets, _OCTETS.value)
     tiles = min(_MAX_TILES, max(num_tiles, 1))
     scale_bytes = torch.empty_like(residues, memory_format=torch.contiguous_format)
+    scales = as_row_scales(global_scale, x)
+    row = x.shape[-1] // 8 if scales.dim() else 0
+    if row:
+        scales = scales.expand(*x.shape[:-1], 1).reshape(-1).contiguous()
     _launch(
         _restored_kernel,
         x,
@@ -64,9 +68,10 @@ def restored(
         _words(hint, _WORD_DTYPES[num_bits]),
         residues.contiguous(),
         scale_bytes,
-        as_fp32(global_scale, x),
+        scales,
         num_octets,
         NUM_BITS=num_bits,
+        ROW=row,
         TILES=tiles,
     )
     return scale_bytes
@@ -151,6 +156,7 @@ def _restored_kernel(
     scale_ptr,
     num_octets,
     NUM_BITS: tl.constexpr,
+    ROW: tl.constexpr,
     TILES: tl.constexpr,
 ):
     first, left = octets.octets_of_program(num_octets, _OCTETS, TILES)
@@ -158,12 +164,12 @@ def _restored_kernel(
     hint_ptr += first
     residues_ptr += first // 2
     scale_bytes_ptr += first // 2
-    global_scale = tl.load(scale_ptr)
     for tile in range(TILES):
         x = octets.load_tile(x_ptr, left, tile, _OCTETS)
         word, residue = octets.load_hint(hint_ptr, residues_ptr, left, tile, _OCTETS)
+        scales = octets.load_block_scales(scale_ptr, first, left, tile, ROW, _OCTETS)
         # What else it gives is not computed.
-        _, _, own = octets.rounded_octets(x, global_scale, 1, _OCTETS)
+        _, _, own = octets.rounded_octets(x, scales, 1, _OCTETS)
         own = tl.minimum(own, 126)
         byte = own + ((residue - own + 4) & 7) - 4
         byte = tl.where(byte < 1, byte + 8, byte)

@@ -401,7 +401,7 @@ def _guided_tiles(
 
 # An octet of a hint, by its bits.
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-_INTERPRETED = isinstance(_rtn_kernel, InterpretedFunction)
+INTERPRETED = isinstance(_rtn_kernel, InterpretedFunction)
 _TRITON_DTYPES = {
     torch.float32: tl.float32,
     torch.bfloat16: tl.bfloat16,
@@ -436,12 +436,7 @@ def _launch(
             **constants,
             ROUNDED=triton_dtype(rounded_to),
             # The interpreter knows neither PTX nor an fma that rounds once.
-            # Two bits take the general path.
-            PAIRS=(
-                x.dtype == rounded_to == torch.bfloat16
-                and constants.get("NUM_BITS") != 2
-                and not _INTERPRETED
-            ),
+            PAIRS=x.dtype == rounded_to == torch.bfloat16 and not INTERPRETED,
             T=octets_per_tile,
             TILES=launch.tiles,
             num_warps=launch.num_warps,
@@ -457,7 +452,7 @@ def prepared(
         ValueError: x has another dtype or length, is not on a GPU, or the scales do not fit it.
     """
     require_input(x)
-    if not (x.is_cuda or _INTERPRETED):
+    if not (x.is_cuda or INTERPRETED):
         raise ValueError(
             f"implementation triton needs x on a GPU; got {x.device}; use torch or auto there"
         )

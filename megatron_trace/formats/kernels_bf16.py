@@ -17,6 +17,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from megatron_trace.formats import kernels_octets as octets
+
 # An FP32 power of two p, plus 1.5 * 2^22 * p, rounds to multiples of p / 2.
 _BIAS: tl.constexpr = tl.constexpr(1.5 * 2.0**22)
 _EXPONENT_MASK: tl.constexpr = tl.constexpr(0x7F800000)
@@ -59,10 +61,16 @@ def load_pairs(x_ptr, left, T: tl.constexpr, TILES: tl.constexpr):
     """
     tiles = ()
     for tile in tl.static_range(TILES):
-        octets = tl.arange(0, T)[:, None] + tile * T
-        pairs = octets * 4 + tl.arange(0, 4)[None, :]
-        tiles += (tl.load(as_pairs(x_ptr) + pairs, mask=octets < left),)
+        tiles += (load_pair_tile(x_ptr, left, tile, T),)
     return tiles
+
+
+@triton.jit
+def load_pair_tile(x_ptr, left, tile, T: tl.constexpr):
+    """Gives the pairs [T, 4] of a tile."""
+    octet = tl.arange(0, T)[:, None] + tile * T
+    pairs = octet * 4 + tl.arange(0, 4)[None, :]
+    return tl.load(as_pairs(x_ptr) + pairs, mask=octet < left)
 
 
 @triton.jit
@@ -116,18 +124,19 @@ def _nearest(magnitude, reciprocal, rest):
 
 
 @triton.jit
-def guided(pairs, word, byte, global_scale, NUM_BITS: tl.constexpr):
+def guided(pairs, word, byte, global_scale, NUM_BITS: tl.constexpr, CODES: tl.constexpr = False):
     """Gives pairs [T, 4] guided by the hint and the block scale of their octets.
 
     Args:
         pairs: int32 [T, 4].
-        word: int32 [T]; 8 mantissa bits, or 8 codes.
+        word: int32 [T]; 8 mantissa bits, pairs of lowest bits, or codes.
         byte: int32 [T], E4M3.
         global_scale: FP32, or FP32 [T].
-        NUM_BITS: 1 or 4.
+        NUM_BITS: 1, 2 or 4.
+        CODES: Whether to give codes, in which a NaN counts as beyond the largest value.
 
     Returns:
-        int32 [T, 4], BF16 pairs.
+        int32 [T, 4], BF16 pairs; or int32 [T], codes.
     """
     zero = byte == 0
     effective = _e4m3_value(tl.where(zero, _ONE, byte)) * global_scale
@@ -141,20 +150,39 @@ def guided(pairs, word, byte, global_scale, NUM_BITS: tl.constexpr):
     word = word[:, None]
     lows = low_half(magnitudes)
     highs = high_half(magnitudes)
-    lows = _guided_half(lows, pairs << 16, r[:, None], s[:, None], word, even, NUM_BITS)
-    highs = _guided_half(highs, pairs, r[:, None], s[:, None], word, even + 1, NUM_BITS)
-    return dequantised(lows, highs, effective[:, None], pairs & _SIGNS)
+    lows = _guided_half(lows, pairs << 16, r[:, None], s[:, None], word, even, NUM_BITS, CODES)
+    highs = _guided_half(highs, pairs, r[:, None], s[:, None], word, even + 1, NUM_BITS, CODES)
+    if CODES:
+        out = codes(lows, highs, pairs & _SIGNS)
+    else:
+        out = dequantised(lows, highs, effective[:, None], pairs & _SIGNS)
+    return out
 
 
 @triton.jit
-def _guided_half(magnitude, sign, reciprocal, rest, word, column, NUM_BITS: tl.constexpr):
+def _guided_half(
+    magnitude,
+    sign,
+    reciprocal,
+    rest,
+    word,
+    column,
+    NUM_BITS: tl.constexpr,
+    CODES: tl.constexpr,
+):
     """Gives the candidate beside a magnitude that the hint says."""
     a = divided(magnitude, reciprocal, rest)
+    if CODES:
+        # A NaN of either is beyond.
+        a = tl.where(a < 5.5, a, 5.0)
     power = _power(a)
     lower = _fma_down(power, _BIAS, a)
     upper = _fma_up(power, _BIAS, a)
     if NUM_BITS == 1:
         takes_upper = (((lower.to(tl.int32, bitcast=True) << column) ^ word) & (1 << column)) != 0
+    elif NUM_BITS == 2:
+        index = octets.index_of(lower.to(tl.int32, bitcast=True), power.to(tl.int32, bitcast=True))
+        takes_upper = octets.pair_says_upper(index, word >> (2 * column), 7)
     else:
         # Beyond a, on its side of 0, lies the upper candidate or what is nearest to it.
         wanted = ((word >> (4 * column)) & 7) << 22
@@ -173,9 +201,9 @@ def dequantised(lows, highs, effective, signs):
 @triton.jit
 def store_pairs(y_ptr, pairs, left, tile, T: tl.constexpr):
     """Stores the pairs [T, 4] of a tile."""
-    octets = tl.arange(0, T)[:, None] + tile * T
-    columns = octets * 4 + tl.arange(0, 4)[None, :]
-    tl.store(as_pairs(y_ptr) + columns, pairs, mask=octets < left)
+    octet = tl.arange(0, T)[:, None] + tile * T
+    columns = octet * 4 + tl.arange(0, 4)[None, :]
+    tl.store(as_pairs(y_ptr) + columns, pairs, mask=octet < left)
 
 
 @triton.jit
@@ -185,12 +213,12 @@ def recorded(pairs, global_scale, NUM_BITS: tl.constexpr, T: tl.constexpr):
     Args:
         pairs: int32 [T, 4].
         global_scale: FP32, or FP32 [T].
-        NUM_BITS: 1 or 4.
+        NUM_BITS: 1, 2 or 4.
         T: Octets.
 
     Returns:
         y: int32 [T, 4], BF16 pairs.
-        word: int32 [T]; 8 mantissa bits, or 8 codes.
+        word: int32 [T]; 8 mantissa bits, pairs of lowest bits, or codes.
         byte: int32 [T], E4M3.
     """
     reciprocal, rest = reciprocal_of(global_scale * 6.0)
@@ -201,6 +229,11 @@ def recorded(pairs, global_scale, NUM_BITS: tl.constexpr, T: tl.constexpr):
         word = mantissa_bits(lows_biased, highs_biased, T)
     else:
         word = codes(lows, highs, signs)
+        if NUM_BITS == 2:
+            word = word & 0x33333333
+            word = ((word >> 2) | word) & 0x0F0F0F0F
+            word = ((word >> 4) | word) & 0x00FF00FF
+            word = ((word >> 8) | word) & 0x0000FFFF
     return dequantised(lows, highs, effective, signs), word, byte
 
 

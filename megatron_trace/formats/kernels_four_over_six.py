@@ -103,8 +103,31 @@ def _record_kernel(
     T: tl.constexpr,
 ):
     first, left = octets.octets_of_program(num_octets, T, 1)
-    x = tl.reshape(octets.load_tile(x_ptr + first * 8, left, 0, T), (T // 2, 2, 8))
+    x = octets.load_tile(x_ptr + first * 8, left, 0, T)
     scales = octets.load_block_scales(scale_ptr, first, left, 0, ROW, T)
+    y, word, byte = rounded_octets(x, scales, NUM_BITS, ERROR, T)
+    octets.store_tile(y_ptr + first * 8, y.to(ROUNDED), left, 0, T)
+    if NUM_BITS:
+        octets.store_hint(hint_ptr + first, scale_bytes_ptr + first // 2, word, byte, left, 0, T)
+
+
+@triton.jit
+def rounded_octets(x, scales, NUM_BITS: tl.constexpr, ERROR: tl.constexpr, T: tl.constexpr):
+    """Gives x [T, 8] rounded to nearest under the better of its two block scales.
+
+    Args:
+        x: float [T, 8].
+        scales: FP32, or FP32 [T / 2, 1, 1]; global scales.
+        NUM_BITS: 1, 2 or 4, or 0, for which the word is not to be used.
+        ERROR: What decides between 4 and 6.
+        T: Octets.
+
+    Returns:
+        y: FP32 [T, 8].
+        word: int32 [T]; 8 mantissa bits, pairs of lowest bits, or codes.
+        byte: int32 [T], E4M3.
+    """
+    x = tl.reshape(x, (T // 2, 2, 8))
     sign_bits = octets.sign_bits_of(x)
     magnitude = tl.abs(x.to(tl.float32))
     amax = tl.reduce(magnitude, 2, octets.max_of, keep_dims=True)
@@ -123,15 +146,12 @@ def _record_kernel(
     zero = tl.where(four, zero_4, zero_6)
     effective = tl.where(four, effective_4, effective_6)
     y = octets.dequantised(tl.where(four, near_4, near_6), sign_bits, effective, zero)
-    octets.store_tile(y_ptr + first * 8, y.to(ROUNDED), left, 0, T)
-    if NUM_BITS:
-        biased = tl.where(four, biased_4, biased_6)
-        power = tl.where(four, power_4, power_6)
-        word = octets.hint_word(biased, power, sign_bits, NUM_BITS)
-        word = tl.reshape(tl.where(tl.reshape(zero, (T // 2, 1)), 0, word), (T,))
-        byte = tl.where(four, byte_4, byte_6)
-        byte = tl.reshape(tl.broadcast_to(byte, (T // 2, 2, 1)), (T,))
-        octets.store_hint(hint_ptr + first, scale_bytes_ptr + first // 2, word, byte, left, 0, T)
+    biased = tl.where(four, biased_4, biased_6)
+    word = octets.hint_word(biased, tl.where(four, power_4, power_6), sign_bits, NUM_BITS)
+    word = tl.reshape(tl.where(tl.reshape(zero, (T // 2, 1)), 0, word), (T,))
+    byte = tl.where(four, byte_4, byte_6)
+    byte = tl.reshape(tl.broadcast_to(byte, (T // 2, 2, 1)), (T,))
+    return tl.reshape(y, (T, 8)), word, byte
 
 
 @triton.jit

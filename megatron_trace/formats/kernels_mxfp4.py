@@ -151,27 +151,12 @@ def _record_kernel(
     T: tl.constexpr,
 ):
     first, left = octets.octets_of_program(num_octets, T, 1)
-    x = tl.reshape(octets.load_tile(x_ptr + first * 8, left, 0, T), (T // 4, 4, 8))
-    magnitude = tl.abs(x.to(tl.float32))
-    amax = tl.reduce(magnitude, 2, octets.max_of, keep_dims=True)
-    amax = tl.reduce(amax, 1, octets.max_of, keep_dims=True)
-    byte = scale_byte_of(amax, RULE, 6.0, 2, _HALF_STEP)
-    effective, reciprocal, zero = scales_of(byte)
-    # Not tl.minimum: a NaN is to become 6, in the interpreter too.
-    a = magnitude * reciprocal
-    nearest, biased, power = octets.round_to_ladder(tl.where(a < 6.0, a, 6.0))
-    sign_bits = octets.sign_bits_of(x)
-    y = octets.dequantised(nearest, sign_bits, effective, zero).to(ROUNDED)
-    octets.store_tile(y_ptr + first * 8, y, left, 0, T)
+    x = octets.load_tile(x_ptr + first * 8, left, 0, T)
+    y, word, byte = rounded_octets(x, NUM_BITS, RULE, T)
+    octets.store_tile(y_ptr + first * 8, y.to(ROUNDED), left, 0, T)
     if NUM_BITS:
-        word = octets.hint_word(biased, power, sign_bits, NUM_BITS)
-        word = tl.reshape(tl.where(tl.reshape(zero, (T // 4, 1)), 0, word), (T,))
-        octet = tl.arange(0, T)
-        word = word.to(hint_ptr.dtype.element_ty)
-        tl.store(hint_ptr + first + octet, word, mask=octet < left)
-        byte = tl.reshape(tl.broadcast_to(byte, (T // 4, 4, 1)), (T,)).to(tl.uint8)
-        mask = (octet < left) & (octet % 4 == 0)
-        tl.store(scale_bytes_ptr + first // 4 + octet // 4, byte, mask=mask)
+        scale_bytes_ptr += first // 4
+        octets.store_hint(hint_ptr + first, scale_bytes_ptr, word, byte, left, 0, T, NUM_BITS, 4)
 
 
 @triton.jit(do_not_specialize=["num_octets"])
@@ -186,16 +171,65 @@ def _guided_kernel(
     T: tl.constexpr,
 ):
     first, left = octets.octets_of_program(num_octets, T, 1)
-    octet = tl.arange(0, T)
-    mask = octet < left
     x = octets.load_tile(x_ptr + first * 8, left, 0, T)
-    word = tl.load(hint_ptr + first + octet, mask=mask, other=0).to(tl.int32)
-    byte = tl.load(scale_bytes_ptr + first // 4 + octet // 4, mask=mask, other=0).to(tl.int32)
+    word, byte = octets.load_hint(
+        hint_ptr + first, scale_bytes_ptr + first // 4, left, 0, T, NUM_BITS, 4
+    )
+    a, effective, zero = guided_quotients(x, byte)
+    chosen = octets.guided_magnitudes(x, word, a, NUM_BITS, False)
+    y = octets.dequantised(chosen, octets.sign_bits_of(x), effective, zero)
+    octets.store_tile(y_ptr + first * 8, y.to(ROUNDED), left, 0, T)
+
+
+@triton.jit
+def rounded_octets(x, NUM_BITS: tl.constexpr, RULE: tl.constexpr, T: tl.constexpr):
+    """Gives x [T, 8] rounded to nearest under its own block scales.
+
+    Args:
+        x: float [T, 8].
+        NUM_BITS: 1, 2 or 4, or 0, for which the word is not to be used.
+        RULE: A rule of `scales_e8m0`.
+        T: Octets, a multiple of 4.
+
+    Returns:
+        y: FP32 [T, 8].
+        word: int32 [T]; 8 mantissa bits, pairs of lowest bits, or codes.
+        byte: int32 [T], E8M0.
+    """
+    x = tl.reshape(x, (T // 4, 4, 8))
+    magnitude, amax = magnitudes_of(x)
+    byte = scale_byte_of(amax, RULE, 6.0, 2, _HALF_STEP)
+    effective, reciprocal, zero = scales_of(byte)
+    # Not tl.minimum: a NaN is to become 6, in the interpreter too.
+    a = magnitude * reciprocal
+    nearest, biased, power = octets.round_to_ladder(tl.where(a < 6.0, a, 6.0))
+    sign_bits = octets.sign_bits_of(x)
+    y = octets.dequantised(nearest, sign_bits, effective, zero)
+    word = octets.hint_word(biased, power, sign_bits, NUM_BITS)
+    word = tl.reshape(tl.where(tl.reshape(zero, (T // 4, 1)), 0, word), (T,))
+    byte = tl.reshape(tl.broadcast_to(byte, (T // 4, 4, 1)), (T,))
+    return tl.reshape(y, (T, 8)), word, byte
+
+
+@triton.jit
+def magnitudes_of(x):
+    """Gives |x|, FP32 [N, 4, 8], and the largest of each block, [N, 1, 1]."""
+    magnitude = tl.abs(x.to(tl.float32))
+    amax = tl.reduce(magnitude, 2, octets.max_of, keep_dims=True)
+    return magnitude, tl.reduce(amax, 1, octets.max_of, keep_dims=True)
+
+
+@triton.jit
+def guided_quotients(x, byte):
+    """Gives |x| / scale, 0 in blocks of zeros, FP32 [T, 8]; scales [T, 1]; zero [T, 1].
+
+    Args:
+        x: float [T, 8].
+        byte: int32 [T], E8M0.
+    """
     effective, reciprocal, zero = scales_of(byte[:, None])
     # A NaN is passed on, but not by a block of zeros.
-    a = tl.where(zero, 0.0, tl.abs(x.to(tl.float32))) * reciprocal
-    y = octets.guided_by_scale(x, word, a, effective, zero, NUM_BITS).to(ROUNDED)
-    octets.store_tile(y_ptr + first * 8, y, left, 0, T)
+    return tl.where(zero, 0.0, tl.abs(x.to(tl.float32))) * reciprocal, effective, zero
 
 
 @triton.jit

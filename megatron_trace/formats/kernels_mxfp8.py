@@ -146,30 +146,13 @@ def _record_kernel(
     T: tl.constexpr,
 ):
     first, left = octets.octets_of_program(num_octets, T, 1)
-    x = tl.reshape(octets.load_tile(x_ptr + first * 8, left, 0, T), (T // 4, 4, 8))
-    magnitude = tl.abs(x.to(tl.float32))
-    amax = tl.reduce(magnitude, 2, octets.max_of, keep_dims=True)
-    amax = tl.reduce(amax, 1, octets.max_of, keep_dims=True)
-    byte = mxfp4.scale_byte_of(amax, RULE, 448.0, 8, _HALF_STEP)
-    effective, reciprocal, zero = mxfp4.scales_of(byte)
-    # Not tl.minimum: a NaN is to become 448, in the interpreter too.
-    a = magnitude * reciprocal
-    nearest, index = _rounded(tl.where(a < 448.0, a, 448.0))
-    sign_bits = octets.sign_bits_of(x)
-    y = octets.dequantised(nearest, sign_bits, effective, zero).to(ROUNDED)
-    octets.store_tile(y_ptr + first * 8, y, left, 0, T)
+    x = octets.load_tile(x_ptr + first * 8, left, 0, T)
+    y, word, byte = rounded_octets(x, NUM_BITS, RULE, T)
+    octets.store_tile(y_ptr + first * 8, y.to(ROUNDED), left, 0, T)
     if NUM_BITS:
-        code = tl.where(zero, 0, index | ((sign_bits >> 24) & 0x80))
-        octet = tl.arange(0, T)
-        if NUM_BITS == 8:
-            octets.store_tile(hint_ptr + first * 8, code, left, 0, T)
-        else:
-            bits = (code & (2 * NUM_BITS - 1)) << (NUM_BITS * tl.arange(0, 8)[None, None, :])
-            word = tl.reshape(tl.sum(bits, axis=2), (T,)).to(hint_ptr.dtype.element_ty)
-            tl.store(hint_ptr + first + octet, word, mask=octet < left)
-        byte = tl.reshape(tl.broadcast_to(byte, (T // 4, 4, 1)), (T,)).to(tl.uint8)
-        mask = (octet < left) & (octet % 4 == 0)
-        tl.store(scale_bytes_ptr + first // 4 + octet // 4, byte, mask=mask)
+        hint_ptr += first * (8 if NUM_BITS == 8 else 1)
+        scale_bytes_ptr += first // 4
+        octets.store_hint(hint_ptr, scale_bytes_ptr, word, byte, left, 0, T, NUM_BITS, 4)
 
 
 @triton.jit(do_not_specialize=["num_octets"])
@@ -184,25 +167,79 @@ def _guided_kernel(
     T: tl.constexpr,
 ):
     first, left = octets.octets_of_program(num_octets, T, 1)
-    octet = tl.arange(0, T)
-    mask = octet < left
     x = octets.load_tile(x_ptr + first * 8, left, 0, T)
-    if NUM_BITS == 8:
-        columns = octet[:, None] * 8 + tl.arange(0, 8)[None, :]
-        wanted = tl.load(hint_ptr + first * 8 + columns, mask=mask[:, None], other=0).to(tl.int32)
-    else:
-        word = tl.load(hint_ptr + first + octet, mask=mask, other=0).to(tl.int32)
-        wanted = word[:, None] >> (NUM_BITS * tl.arange(0, 8)[None, :])
-    byte = tl.load(scale_bytes_ptr + first // 4 + octet // 4, mask=mask, other=0).to(tl.int32)
-    effective, reciprocal, zero = mxfp4.scales_of(byte[:, None])
-    # A NaN is passed on, but not by a block of zeros.
-    a = tl.where(zero, 0.0, tl.abs(x.to(tl.float32))) * reciprocal
-    # From 416 on the candidates are 416 and 448, so that 432 may stand for all values beyond.
-    a = tl.minimum(a, 432.0, propagate_nan=tl.PropagateNan.ALL)
+    hint_ptr += first * (8 if NUM_BITS == 8 else 1)
+    word, byte = octets.load_hint(hint_ptr, scale_bytes_ptr + first // 4, left, 0, T, NUM_BITS, 4)
+    a, effective, zero = mxfp4.guided_quotients(x, byte)
+    chosen = guided_magnitudes(x, word, a, NUM_BITS, False)
+    y = octets.dequantised(chosen, octets.sign_bits_of(x), effective, zero)
+    octets.store_tile(y_ptr + first * 8, y.to(ROUNDED), left, 0, T)
+
+
+@triton.jit
+def rounded_octets(x, NUM_BITS: tl.constexpr, RULE: tl.constexpr, T: tl.constexpr):
+    """Gives x [T, 8] rounded to nearest under its own block scales.
+
+    Args:
+        x: float [T, 8].
+        NUM_BITS: 1, 2 or 8, or 0, for which the word is not to be used.
+        RULE: A rule of `scales_e8m0`.
+        T: Octets, a multiple of 4.
+
+    Returns:
+        y: FP32 [T, 8].
+        word: int32 [T], 8 mantissa bits or pairs of lowest bits; or codes, int32 [T, 8].
+        byte: int32 [T], E8M0.
+    """
+    x = tl.reshape(x, (T // 4, 4, 8))
+    magnitude, amax = mxfp4.magnitudes_of(x)
+    byte = mxfp4.scale_byte_of(amax, RULE, 448.0, 8, _HALF_STEP)
+    effective, reciprocal, zero = mxfp4.scales_of(byte)
+    # Not tl.minimum: a NaN is to become 448, in the interpreter too.
+    a = magnitude * reciprocal
+    nearest, index = _rounded(tl.where(a < 448.0, a, 448.0))
     sign_bits = octets.sign_bits_of(x)
-    chosen = _chosen(a, wanted, sign_bits, NUM_BITS)
-    y = octets.dequantised(chosen, sign_bits, effective, zero).to(ROUNDED)
-    octets.store_tile(y_ptr + first * 8, y, left, 0, T)
+    y = octets.dequantised(nearest, sign_bits, effective, zero)
+    code = tl.where(zero, 0, index | ((sign_bits >> 24) & 0x80))
+    if NUM_BITS == 8:
+        word = tl.reshape(code, (T, 8))
+    else:
+        BITS: tl.constexpr = NUM_BITS if NUM_BITS else 1
+        bits = (code & (2 * BITS - 1)) << (BITS * tl.arange(0, 8)[None, None, :])
+        word = tl.reshape(tl.sum(bits, axis=2), (T,))
+    byte = tl.reshape(tl.broadcast_to(byte, (T // 4, 4, 1)), (T,))
+    return tl.reshape(y, (T, 8)), word, byte
+
+
+@triton.jit
+def guided_magnitudes(x, word, a, NUM_BITS: tl.constexpr, CODES: tl.constexpr):
+    """Gives, of the two magnitudes beside x [T, 8] / its scale, the one that the hint says.
+
+    Args:
+        x: float [T, 8].
+        word: int32 [T], 8 mantissa bits or pairs of lowest bits; or codes, int32 [T, 8].
+        a: FP32 [T, 8]; |x| / scale, 0 in blocks of zeros.
+        NUM_BITS: 1, 2 or 8.
+        CODES: Whether codes are wanted, in which a NaN counts as beyond the largest value.
+
+    Returns:
+        FP32 [T, 8].
+    """
+    # From 416 on the candidates are 416 and 448, so that 432 may stand for all values beyond.
+    if CODES:
+        a = tl.where(a < 432.0, a, 432.0)
+    else:
+        a = tl.minimum(a, 432.0, propagate_nan=tl.PropagateNan.ALL)
+    wanted = word if NUM_BITS == 8 else word[:, None] >> (NUM_BITS * tl.arange(0, 8)[None, :])
+    return _chosen(a, wanted, octets.sign_bits_of(x), NUM_BITS)
+
+
+@triton.jit
+def codes_of(magnitude, sign_bits, zero):
+    """Gives int32 [T, 8], the E4M3 codes of magnitudes on the ladder; 0 where `zero`."""
+    # E4M3 is FP32's own layout, 2^120 times smaller.
+    index = (magnitude * 7.52316384526264e-37).to(tl.int32, bitcast=True) >> 20
+    return tl.where(zero, 0, index | ((sign_bits >> 24) & 0x80))
 
 
 @triton.jit
@@ -246,10 +283,7 @@ def _chosen(a, wanted, sign_bits, NUM_BITS: tl.constexpr):
     if NUM_BITS == 1:
         upper = ((index ^ wanted) & 1) != 0
     elif NUM_BITS == 2:
-        # The index that is this pair modulo 4 and nearest to a, which lies above `index`.
-        nearest = index - 1 + ((wanted - index + 1) & 3)
-        nearest = tl.where(nearest < 0, nearest + 4, nearest)
-        upper = tl.where(nearest > 126, nearest - 4, nearest) > index
+        upper = octets.pair_says_upper(index, wanted, 126)
     else:
         same_sign = ((wanted << 24) ^ sign_bits) >= 0
         upper = same_sign & ((wanted & 0x7F) > index)

@@ -58,7 +58,7 @@ def hint_word(biased, power, sign_bits, NUM_BITS: tl.constexpr):
     if NUM_BITS == 1:
         word = tl.sum((biased & 1) << column, axis=2)
     else:
-        index = _index(biased, power.to(tl.int32, bitcast=True))
+        index = index_of(biased, power.to(tl.int32, bitcast=True))
         if NUM_BITS == 2:
             word = tl.sum((index & 3) << (2 * column), axis=2)
         else:
@@ -80,52 +80,79 @@ def guided_octets(x, word, byte, global_scale, NUM_BITS: tl.constexpr):
     Returns:
         FP32 [T, 8].
     """
+    a, effective, zero = guided_quotients(x, byte, global_scale)
+    chosen = guided_magnitudes(x, word, a, NUM_BITS, False)
+    return dequantised(chosen, sign_bits_of(x), effective, zero)
+
+
+@triton.jit
+def guided_quotients(x, byte, global_scale):
+    """Gives |x| / effective, 0 in blocks of zeros, FP32 [T, 8]; effective; zero [T, 1]."""
     effective = (_block_scale_value(byte) * global_scale)[:, None]
     zero = (byte[:, None] == 0) | (effective == 0)
     effective = tl.where(zero, 0.0, effective)
     # A NaN is passed on, but not by a block of zeros.
-    a = quotient(tl.where(zero, 0.0, tl.abs(x.to(tl.float32))), effective)
-    return guided_by_scale(x, word, a, effective, zero, NUM_BITS)
+    return quotient(tl.where(zero, 0.0, tl.abs(x.to(tl.float32))), effective), effective, zero
 
 
 @triton.jit
-def guided_by_scale(x, word, a, effective, zero, NUM_BITS: tl.constexpr):
-    """Gives x [T, 8] guided by the hint of its octets.
+def guided_magnitudes(x, word, a, NUM_BITS: tl.constexpr, CODES: tl.constexpr):
+    """Gives, of the two magnitudes beside x [T, 8] / its scale, the one that the hint says.
 
     Args:
         x: float [T, 8].
-        word: int32 [T]; 8 mantissa bits, or 8 codes.
+        word: int32 [T]; 8 mantissa bits, pairs of lowest bits, or codes.
         a: FP32 [T, 8]; |x| / effective, 0 in blocks of zeros.
-        effective: FP32 [T, 1], 0 where `zero`.
-        zero: bool [T, 1], whether the block is one of zeros.
-        NUM_BITS: 1 or 4.
+        NUM_BITS: 1, 2 or 4.
+        CODES: Whether codes are wanted, in which a NaN counts as beyond the largest value.
 
     Returns:
         FP32 [T, 8].
     """
     word = word[:, None]
     # From 4 on the candidates are 4 and 6, so that 5 may stand for all values beyond.
-    a = tl.minimum(a, 5.0, propagate_nan=tl.PropagateNan.ALL)
+    if CODES:
+        a = tl.where(a < 5.0, a, 5.0)
+    else:
+        a = tl.minimum(a, 5.0, propagate_nan=tl.PropagateNan.ALL)
     lower, upper, power = _candidates(a)
     column = tl.arange(0, 8)[None, :]
-    sign_bits = sign_bits_of(x)
     if NUM_BITS == 1:
         # The lowest bit of a biased candidate is its mantissa bit.
         lower_bits = lower.to(tl.int32, bitcast=True)
         takes_upper = (((lower_bits << column) ^ word) & (1 << column)) != 0
     elif NUM_BITS == 2:
-        index = _index(lower.to(tl.int32, bitcast=True), power.to(tl.int32, bitcast=True))
-        # The index that is this pair modulo 4 and nearest to a, which lies above `index`.
-        wanted = index - 1 + (((word >> (2 * column)) - index + 1) & 3)
-        wanted = tl.where(wanted < 0, wanted + 4, wanted)
-        takes_upper = tl.where(wanted > 7, wanted - 4, wanted) > index
+        index = index_of(lower.to(tl.int32, bitcast=True), power.to(tl.int32, bitcast=True))
+        takes_upper = pair_says_upper(index, word >> (2 * column), 7)
     else:
         # Beyond a, on its side of 0, lies the upper candidate or what is nearest to it.
         wanted = _ladder_value((word >> (4 * column)) & 7).to(tl.int32, bitcast=True)
-        wanted |= ((word << (28 - 4 * column)) ^ sign_bits) & _SIGN_MASK
+        wanted |= ((word << (28 - 4 * column)) ^ sign_bits_of(x)) & _SIGN_MASK
         takes_upper = wanted.to(tl.float32, bitcast=True) > a
-    chosen = tl.fma(power, -_LADDER_BIAS, tl.where(takes_upper, upper, lower))
-    return dequantised(chosen, sign_bits, effective, zero)
+    return tl.fma(power, -_LADDER_BIAS, tl.where(takes_upper, upper, lower))
+
+
+@triton.jit
+def pair_says_upper(index, pair, LARGEST: tl.constexpr):
+    """Says whether the index that is `pair` modulo 4 and nearest to a lies above `index`.
+
+    Args:
+        index: int32; of the candidate below a.
+        pair: int32, with other bits above the lowest two.
+        LARGEST: Largest index of the ladder.
+    """
+    nearest = index - 1 + ((pair - index + 1) & 3)
+    nearest = tl.where(nearest < 0, nearest + 4, nearest)
+    return tl.where(nearest > LARGEST, nearest - 4, nearest) > index
+
+
+@triton.jit
+def code_words(magnitude, sign_bits, zero):
+    """Gives int32 [T], the E2M1 codes of magnitudes on the ladder [T, 8]; 0 where `zero`."""
+    # E2M1 is FP32's own layout, 2^126 times smaller.
+    index = (magnitude * 1.1754943508222875e-38).to(tl.int32, bitcast=True) >> 22
+    code = tl.where(zero, 0, index | ((sign_bits >> 28) & 8))
+    return tl.sum(code << (4 * tl.arange(0, 8)[None, :]), axis=1)
 
 
 @triton.jit
@@ -184,20 +211,59 @@ def load_all_scales(
 
 
 @triton.jit
-def load_hint(hint_ptr, scale_bytes_ptr, left, tile, T: tl.constexpr):
+def load_hint(
+    hint_ptr,
+    scale_bytes_ptr,
+    left,
+    tile,
+    T: tl.constexpr,
+    NUM_BITS: tl.constexpr = 1,
+    BLOCK: tl.constexpr = 2,
+):
+    """Gives the hint of a tile's octets and the scale bytes of their blocks, int32 [T].
+
+    Args:
+        hint_ptr: A word for each octet, or 8 bytes if the hint has 8 bits a value.
+        scale_bytes_ptr: A byte for each block.
+        left: Octets of this program.
+        tile: Number of the tile.
+        T: Octets of a tile.
+        NUM_BITS: Bits a value; with 8, the hint is int32 [T, 8].
+        BLOCK: Octets of a block.
+    """
     octets = tl.arange(0, T) + tile * T
-    word = tl.load(hint_ptr + octets, mask=octets < left, other=0).to(tl.int32)
-    byte = tl.load(scale_bytes_ptr + octets // 2, mask=octets < left, other=0).to(tl.int32)
+    mask = octets < left
+    if NUM_BITS == 8:
+        word = load_tile(hint_ptr, left, tile, T).to(tl.int32)
+    else:
+        word = tl.load(hint_ptr + octets, mask=mask, other=0).to(tl.int32)
+    byte = tl.load(scale_bytes_ptr + octets // BLOCK, mask=mask, other=0).to(tl.int32)
     return word, byte
 
 
 @triton.jit
-def store_hint(hint_ptr, scale_bytes_ptr, word, byte, left, tile, T: tl.constexpr):
+def store_hint(
+    hint_ptr,
+    scale_bytes_ptr,
+    word,
+    byte,
+    left,
+    tile,
+    T: tl.constexpr,
+    NUM_BITS: tl.constexpr = 1,
+    BLOCK: tl.constexpr = 2,
+):
+    """Stores what `load_hint` gives."""
     octets = tl.arange(0, T) + tile * T
     mask = octets < left
-    tl.store(hint_ptr + octets, word.to(hint_ptr.dtype.element_ty), mask=mask)
-    # Both octets of a block know its byte; the even one stores it.
-    tl.store(scale_bytes_ptr + octets // 2, byte.to(tl.uint8), mask=mask & (octets % 2 == 0))
+    if NUM_BITS == 8:
+        store_tile(hint_ptr, word, left, tile, T)
+    else:
+        tl.store(hint_ptr + octets, word.to(hint_ptr.dtype.element_ty), mask=mask)
+    # All octets of a block know its byte; the first stores it.
+    tl.store(
+        scale_bytes_ptr + octets // BLOCK, byte.to(tl.uint8), mask=mask & (octets % BLOCK == 0)
+    )
 
 
 @triton.jit
@@ -260,7 +326,7 @@ def _block_scale_value(byte):
 
 
 @triton.jit
-def _index(biased_bits, power_bits):
+def index_of(biased_bits, power_bits):
     """Gives the index of a biased sum: steps of p / 2 from code 0, 2 or 4, for p = 1, 2 or 4."""
     return biased_bits - power_bits - _LADDER_BIAS_BITS + (power_bits >> 22) - 254
 

@@ -80,6 +80,12 @@ class NumberFormat:
         return 1, 2, self.code_bits
 
     @property
+    def rule(self) -> str:
+        """The value of the only rule; empty if there is none."""
+        (rule,) = self.rules.values() or ("",)
+        return rule
+
+    @property
     def kernels(self) -> ModuleType:
         """The Triton kernels, imported now: Triton looks for a GPU driver when it is imported."""
         return import_module(f"{__package__}.{self.kernels_name}")

@@ -114,15 +114,27 @@ def guided(
         ValueError: Shapes disagree, K is not a multiple of the block size, num_bits is not that of
             a hint, or the implementation cannot run on x.
     """
-    module = _module(number_format, implementation, x)
     values = x.detach()
+    module = _module(number_format, implementation, x)
+    if has_hint is None:
+        y = module.guided(values, hint, scale_bytes, global_scale, num_bits=num_bits, dtype=dtype)
+        return straight_through(x, y)
+    present = _rows_with_hint(has_hint, x)
+    if takes_triton(implementation, x):
+        y = _rows_kernels().guided(
+            values,
+            hint,
+            scale_bytes,
+            has_hint,
+            global_scale,
+            number_format,
+            num_bits=num_bits,
+            dtype=dtype,
+        )
+        return straight_through(x, y)
     y = module.guided(values, hint, scale_bytes, global_scale, num_bits=num_bits, dtype=dtype)
-    if has_hint is not None:
-        present = _rows_with_hint(has_hint, x)
-        nearest = module.rtn(values, global_scale, dtype=dtype, **number_format.rules)
-        # Rows are not picked out: that would wait for the GPU.
-        y = torch.where(present, y, nearest)
-    return straight_through(x, y)
+    nearest = module.rtn(values, global_scale, dtype=dtype, **number_format.rules)
+    return straight_through(x, torch.where(present, y, nearest))
 
 
 def encode(
@@ -147,15 +159,12 @@ def encode(
     Raises:
         ValueError: K is not a multiple of the block size, or the implementation cannot run on x.
     """
-    values, rules = x.detach(), number_format.rules
-    bits = number_format.code_bits
     if takes_triton(implementation, x):
-        _, packed, scale_bytes = number_format.kernels.rtn_record(
-            values, global_scale, num_bits=bits, **rules
-        )
-        return packed, scale_bytes
-    codes, scale_bytes = number_format.specification.encode(values, global_scale, **rules)
-    return packing.pack_hint(codes, bits), scale_bytes
+        return _rows_kernels().encode(x.detach(), global_scale, number_format)
+    codes, scale_bytes = number_format.specification.encode(
+        x.detach(), global_scale, **number_format.rules
+    )
+    return packing.pack_hint(codes, number_format.code_bits), scale_bytes
 
 
 def decode(
@@ -215,13 +224,27 @@ def guided_packed(
     Raises:
         ValueError: As `guided`.
     """
+    if has_hint is not None:
+        _rows_with_hint(has_hint, x)
+    if takes_triton(implementation, x):
+        if has_hint is None:
+            has_hint = torch.ones(x.shape[:-1], dtype=torch.bool, device=x.device)
+        return _rows_kernels().guided_packed(
+            x.detach(),
+            hint,
+            scale_bytes,
+            has_hint,
+            global_scale,
+            number_format,
+            num_bits=num_bits,
+        )
     codes = number_format.specification.guided_codes(
         x.detach(), hint, scale_bytes, global_scale, num_bits=num_bits
     )
     packed = packing.pack_hint(codes, number_format.code_bits)
     if has_hint is None:
         return packed, scale_bytes
-    present = _rows_with_hint(has_hint, x)
+    present = has_hint.unsqueeze(-1)
     own, own_bytes = encode(
         x, global_scale, number_format=number_format, implementation=implementation
     )
@@ -243,7 +266,7 @@ def restored_scales(
         x: float [..., K]; the trainer's values.
         hint: uint8 [..., K * num_bits / 8]; packed lowest bits (1, 2) or codes (4).
         residues: uint8 [..., B], 0 to 7.
-        global_scale: FP32 0-d tensor or number; the rollout's global scale, decode side.
+        global_scale: FP32 0-d tensor or number, or one for each row; the rollout's, decode side.
         num_bits: 1, 2 or 4.
         implementation: `torch`, `triton`, or `auto` (Triton where x is on a GPU).
 
@@ -384,6 +407,12 @@ def _codec(name: Implementation, values: torch.Tensor) -> ModuleType | None:
     from megatron_trace.formats import hint_kernels
 
     return hint_kernels
+
+
+def _rows_kernels() -> ModuleType:
+    from megatron_trace.formats import kernels_rows
+
+    return kernels_rows
 
 
 def _rows_with_hint(has_hint: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

@@ -19,7 +19,7 @@ def assert_codec_kernels_equal_torch(
 
     Args:
         x: float [..., K] where the kernels run: the rollout's values, without NaN.
-        global_scale: Decode-side scale.
+        global_scale: Decode-side scale, or one for each row.
         trainer_x: Values beside which residues are restored; None is 1.1 x.
         what: Name of the input in the messages.
 
@@ -27,7 +27,7 @@ def assert_codec_kernels_equal_torch(
         AssertionError: Something differs; names it, and the first place.
     """
     trainer_x = x * 1.1 if trainer_x is None else trainer_x
-    scale = torch.as_tensor(global_scale, dtype=torch.float32)
+    scale = torch.as_tensor(global_scale, dtype=torch.float32).cpu()
     _, codes, scale_bytes = reference.rtn_record(x.cpu(), scale, num_bits=4)
     for num_bits in (1, 2, 4):
         hint = packing.narrowed(codes, num_bits)

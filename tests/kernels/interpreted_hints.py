@@ -8,6 +8,7 @@ from megatron_trace.formats import hint_kernels, packing
 from megatron_trace.testing.assertions import assert_same_bytes
 from megatron_trace.testing.hard_inputs import hard_inputs
 from megatron_trace.testing.hint_kernel_equality import assert_codec_kernels_equal_torch
+from megatron_trace.testing.kernel_equality import row_scales
 
 MAX_VALUES = 320
 
@@ -23,6 +24,8 @@ def main() -> None:
         assert_codec_kernels_equal_torch(x, case.global_scale, what=case.name)
         num_checked += 1
     generator = torch.Generator().manual_seed(0)
+    x = torch.randn(11, 32, generator=generator)
+    assert_codec_kernels_equal_torch(x, row_scales(x, 0.002), what="scales of rows")
     for num_blocks in (1, 3, 8, 9, 21):
         residues = torch.randint(0, 8, (5, num_blocks), dtype=torch.uint8, generator=generator)
         packed = packing.pack_residues(residues)

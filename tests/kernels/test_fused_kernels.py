@@ -1,13 +1,12 @@
-"""RMSNorm and SwiGLU with quantisation: kernels against `fused`, on a GPU."""
+"""RMSNorm and SwiGLU with quantisation: kernels against `fused`, interpreted and on a GPU."""
 
 import pytest
 import torch
 
-from megatron_trace.formats import fused, reference
+from megatron_trace.formats import MXFP4, NUMBER_FORMATS, fused, reference
 from megatron_trace.testing.assertions import assert_same_bytes
 
 EPS = 1e-6
-SHAPES = [(3, 48), (1, 16), (0, 64), (17, 2048), (2, 3, 1040), (5, 8192)]
 
 
 def _kernels():
@@ -58,58 +57,34 @@ def test_silu_is_that_of_torch_for_every_gate() -> None:
         )
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("global_scale", [0.002, 1e3, 0.0])
-@pytest.mark.parametrize("num_bits", [1, 4])
-@pytest.mark.parametrize("shape", SHAPES)
-def test_swiglu_kernels_equal_their_reference(shape, num_bits, global_scale) -> None:
-    *rows, length = shape
-    gate_up = _values(*rows, 2 * length)
-    kernels = _kernels()
-    _assert_all_same(
-        kernels.swiglu_rtn(gate_up, global_scale), fused.swiglu_rtn(gate_up, global_scale), "rtn"
-    )
-    got = kernels.swiglu_rtn_record(gate_up, global_scale, num_bits=num_bits)
-    expected = fused.swiglu_rtn_record(gate_up, global_scale, num_bits=num_bits)
-    _assert_all_same(got, expected, "record")
-    noisy = (gate_up.float() * 1.01).to(gate_up.dtype)
-    _assert_all_same(
-        kernels.swiglu_guided(noisy, *got[1:], global_scale, num_bits=num_bits),
-        fused.swiglu_guided(noisy, *got[1:], global_scale, num_bits=num_bits),
-        "guided",
-    )
+@pytest.mark.parametrize("fmt", NUMBER_FORMATS)
+def test_interpreted_fused_kernels_equal_their_reference(run_program, fmt: str) -> None:
+    printed = run_program("interpreted_fused.py", fmt, "cpu", interpret=True)
+    assert printed == ("6 inputs" if NUMBER_FORMATS[fmt].has_global_scale else "3 inputs")
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("global_scale", [0.002, 1e3, 0.0])
-@pytest.mark.parametrize("num_bits", [1, 4])
-@pytest.mark.parametrize("shape", SHAPES)
-def test_norm_kernels_equal_their_reference(shape, num_bits, global_scale, dtype) -> None:
-    x = _values(*shape)
-    weight = (_values(shape[-1]).float() + 1).to(dtype)
-    kernels = _kernels()
-    arguments, options = (x, weight, global_scale), {"eps": EPS}
-    _assert_all_same(
-        kernels.rms_norm_rtn(*arguments, **options),
-        fused.rms_norm_rtn(*arguments, **options),
-        "rtn",
-    )
-    options["num_bits"] = num_bits
-    got = kernels.rms_norm_rtn_record(*arguments, **options)
-    _assert_all_same(got, fused.rms_norm_rtn_record(*arguments, **options), "record")
-    on_cpu = fused.rms_norm_rtn_record(x.cpu(), weight.cpu(), global_scale, **options)
-    _assert_all_same([tensor.cpu() for tensor in got], on_cpu, "record on a CPU")
-    noisy = (x.float() * 1.01).to(x.dtype)
-    arguments = (noisy, weight, *got[2:], global_scale)
-    _assert_all_same(
-        kernels.rms_norm_guided(*arguments, **options),
-        fused.rms_norm_guided(*arguments, **options),
-        "guided",
-    )
+@pytest.mark.parametrize("fmt", NUMBER_FORMATS)
+def test_fused_kernels_equal_their_reference(run_program, fmt: str) -> None:
+    printed = run_program("interpreted_fused.py", fmt, "cuda", interpret=False)
+    # 7 shapes in 3 dtypes, under 4 kinds of global scale where there is one.
+    assert printed == ("84 inputs" if NUMBER_FORMATS[fmt].has_global_scale else "21 inputs")
 
 
 @pytest.mark.gpu
+def test_the_norm_kernel_gives_the_same_on_both_devices() -> None:
+    x, weight = _values(17, 2048), _values(2048) + 1
+    got = _kernels().rms_norm_rtn_record(x, weight, 0.002, eps=EPS, num_bits=1)
+    expected = fused.rms_norm_rtn_record(x.cpu(), weight.cpu(), 0.002, eps=EPS, num_bits=1)
+    _assert_all_same([tensor.cpu() for tensor in got], expected, "record on a CPU")
+
+
 def test_fused_kernels_refuse_what_they_cannot_round() -> None:
-    with pytest.raises(ValueError, match="take BF16 on a GPU"):
-        _kernels().swiglu_rtn(torch.zeros(2, 32, device="cuda"), 1.0)
+    with pytest.raises(ValueError, match="triton needs x on a GPU; got cpu"):
+        _kernels().swiglu_rtn(torch.zeros(2, 32), 1.0)
+    with pytest.raises(ValueError, match="must be a multiple of 64 long"):
+        _kernels().swiglu_rtn(torch.zeros(2, 32), None, number_format=MXFP4)
+    with pytest.raises(ValueError, match="MX formats have no global scale"):
+        _kernels().rms_norm_rtn(
+            torch.zeros(2, 32), torch.ones(32), 1.0, eps=EPS, number_format=MXFP4
+        )

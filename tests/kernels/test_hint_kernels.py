@@ -7,6 +7,7 @@ from megatron_trace.formats import ops
 from megatron_trace.testing.assertions import assert_same_bytes
 from megatron_trace.testing.hard_inputs import hard_inputs
 from megatron_trace.testing.hint_kernel_equality import assert_codec_kernels_equal_torch
+from megatron_trace.testing.kernel_equality import row_scales
 
 NAMES = [case.name for case in hard_inputs()]
 
@@ -46,6 +47,15 @@ def test_kernels_equal_torch_for_any_shape(rows: int, length: int) -> None:
     x = torch.randn(rows, length, device="cuda", generator=generator)
     noise = 0.3 * torch.randn(rows, length, device="cuda", generator=generator)
     assert_codec_kernels_equal_torch(x, 0.0123, trainer_x=x + noise)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("length", [48, 2048])
+def test_kernels_equal_torch_under_scales_of_rows(length: int) -> None:
+    generator = torch.Generator("cuda").manual_seed(length)
+    x = torch.randn(1000, length, device="cuda", generator=generator)
+    noise = 0.3 * torch.randn(1000, length, device="cuda", generator=generator)
+    assert_codec_kernels_equal_torch(x, row_scales(x, 0.0123), trainer_x=x + noise)
 
 
 @pytest.mark.gpu

@@ -1,0 +1,91 @@
+"""Compares the kernels of rows with `ops` in torch; a program, for TRITON_INTERPRET.
+
+python interpreted_rows.py FORMAT DEVICE        prints how many inputs were compared
+"""
+
+import sys
+
+import torch
+
+from megatron_trace.formats import NUMBER_FORMATS, NumberFormat, kernels_rows, ops
+from megatron_trace.testing.assertions import assert_same_bytes
+from megatron_trace.testing.hard_inputs import hard_inputs
+from megatron_trace.testing.kernel_equality import row_scales
+
+# The interpreter takes about 20 us a value and candidate.
+MAX_VALUES = {"cpu": 96, "cuda": 1 << 20}
+
+
+def compare(fmt: NumberFormat, dtype: torch.dtype, device: str) -> int:
+    """Compares every function on each hard input that holds a block; gives how many do."""
+    num_compared = 0
+    for case in hard_inputs(dtype):
+        values = case.x.flatten()
+        values = values[: min(values.numel() // 32 * 32, MAX_VALUES[device])]
+        if values.numel() == 0:
+            continue
+        x = values.reshape(-1, 32)
+        every = device == "cuda" or num_compared % 6 == 0
+        scales = [case.global_scale, row_scales(x, case.global_scale)]
+        if not fmt.has_global_scale:
+            scales = [None]
+        for scale in scales if every else scales[:1]:
+            bits = fmt.hint_bits if every else fmt.hint_bits[num_compared % 3 :][:1]
+            _compare(fmt, x, scale, bits, device, f"{case.name} {dtype}")
+        num_compared += 1
+    return num_compared
+
+
+def _compare(fmt: NumberFormat, x: torch.Tensor, scale, all_bits, device: str, what: str) -> None:
+    def check(got, expected, name: str) -> None:
+        for mine, theirs in zip(got, expected, strict=True):
+            assert_same_bytes(mine.cpu(), theirs, f"{what} {name}", any_nan=True)
+
+    def on_device(tensor):
+        return tensor.to(device) if isinstance(tensor, torch.Tensor) else tensor
+
+    check(
+        kernels_rows.encode(on_device(x), on_device(scale), fmt),
+        ops.encode(x, scale, number_format=fmt, implementation="torch"),
+        "encode",
+    )
+    trainer_x = x * 1.02
+    for bits in all_bits:
+        _, hint, scale_bytes = ops.rtn_record(
+            x, scale, num_bits=bits, number_format=fmt, implementation="torch"
+        )
+        random = torch.randint(0, 256, hint.shape, dtype=torch.uint8)
+        for name, payload in (("its hint", hint), ("a random hint", random)):
+            for kind in (torch.arange(len(x)) % 3 != 1, torch.ones(len(x), dtype=torch.bool)):
+                tensors = (trainer_x, payload, scale_bytes)
+                options = {"num_bits": bits}
+                given = [on_device(tensor) for tensor in (*tensors, kind, scale)]
+                torch_options = options | {
+                    "has_hint": kind,
+                    "number_format": fmt,
+                    "implementation": "torch",
+                }
+                check(
+                    [kernels_rows.guided(*given, fmt, **options)],
+                    [ops.guided(*tensors, scale, **torch_options)],
+                    f"guided {bits} {name}",
+                )
+                check(
+                    kernels_rows.guided_packed(*given, fmt, **options),
+                    ops.guided_packed(*tensors, scale, **torch_options),
+                    f"guided_packed {bits} {name}",
+                )
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    name, device = sys.argv[1:]
+    # The interpreter truncates FP32 to BF16; a GPU does not.
+    dtypes = [torch.float32, torch.bfloat16, torch.float16][: 3 if device == "cuda" else 1]
+    fmt = NUMBER_FORMATS[name]
+    sys.stdout.write(f"{sum(compare(fmt, dtype, device) for dtype in dtypes)} inputs")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,29 @@
+"""The Triton kernels of rows: in Triton's interpreter everywhere, compiled on a GPU."""
+
+import pytest
+import torch
+
+from megatron_trace.formats import NUMBER_FORMATS, ops
+from megatron_trace.testing.hard_inputs import hard_inputs
+
+# Of the hard inputs, one block of 16 and two without values hold no block of 32.
+WHOLE_BLOCKS = len(hard_inputs()) - 3
+
+
+@pytest.mark.parametrize("fmt", NUMBER_FORMATS)
+def test_interpreted_row_kernels_equal_torch_on_the_hard_inputs(run_program, fmt: str) -> None:
+    printed = run_program("interpreted_rows.py", fmt, "cpu", interpret=True)
+    assert printed == f"{WHOLE_BLOCKS} inputs"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fmt", NUMBER_FORMATS)
+def test_row_kernels_equal_torch_on_the_hard_inputs(run_program, fmt: str) -> None:
+    printed = run_program("interpreted_rows.py", fmt, "cuda", interpret=False)
+    assert printed == f"{3 * WHOLE_BLOCKS} inputs"
+
+
+def test_row_kernels_say_why_they_cannot_run_on_a_cpu() -> None:
+    x = torch.ones(2, 32)
+    with pytest.raises(ValueError, match="triton needs x on a GPU; got cpu"):
+        ops.encode(x, 1.0, implementation="triton")
