@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import itertools
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from triton.testing import do_bench
@@ -104,25 +105,14 @@ def _check(name: str, function: str, arguments, options: dict, what: str) -> lis
 def _compare_rows(fmt: NumberFormat, x: torch.Tensor, scale, what: str) -> None:
     noisy = (x * (1 + 0.01 * torch.randn_like(x))).to(x.dtype)
     has_hint = torch.rand(len(x), device="cuda") < 0.9
-    calls: list[Callable[..., object]] = [
-        lambda **kw: ops.encode(x, scale, number_format=fmt, **kw),
-    ]
+    options = {"has_hint": has_hint, "number_format": fmt}
+    calls = [partial(ops.encode, x, scale, number_format=fmt)]
     for bits in fmt.hint_bits:
         _, hint, scale_bytes = ops.rtn_record(x, scale, num_bits=bits, number_format=fmt)
         for payload in (hint, torch.randint_like(hint, 0, 256)):
+            tensors = (noisy, payload, scale_bytes, scale)
             calls += [
-                lambda function=function, payload=payload, scale_bytes=scale_bytes, bits=bits, **kw: (
-                    function(
-                        noisy,
-                        payload,
-                        scale_bytes,
-                        scale,
-                        num_bits=bits,
-                        has_hint=has_hint,
-                        number_format=fmt,
-                        **kw,
-                    )
-                )
+                partial(function, *tensors, num_bits=bits, **options)
                 for function in (ops.guided, ops.guided_packed)
             ]
     for call in calls:
