@@ -25,9 +25,10 @@ from megatron_trace.hints.types import (
     SiteHint,
     stored_bits,
 )
+from megatron_trace.models.hybrid import pattern_sites
 from megatron_trace.rollout.engine import RolloutEngine
 from megatron_trace.rollout.sampling import SamplingSettings
-from megatron_trace.study.cells import ALL_SITES, Cell, EngineSetting
+from megatron_trace.study.cells import Cell, EngineSetting
 from megatron_trace.study.model import StudyModel
 
 Place = tuple[int, Site]
@@ -70,7 +71,7 @@ def build_engine(model: StudyModel, setting: EngineSetting) -> RolloutEngine:
     trace = TraceConfig(
         method="qat" if setting.quantised else "bf16",
         hint_layers="all",
-        hint_sites=ALL_SITES,
+        hint_sites=pattern_sites(model.pattern),
         diagnostic_share=1.0 if setting.quantised else 0.0,
         power_of_two_scales=setting.power_of_two_scales,
         number_format=setting.number_format,

@@ -139,11 +139,21 @@ def sum_prompt(first: int, second: int) -> str:
     return f"{solved}{first}+{second}="
 
 
-def text_tokens(tokenizer: Tokenizer) -> list[list[int]]:
-    """Gives English texts, the topics of Python's own help, each as one line of tokens."""
+def study_texts(tokenizer: Tokenizer) -> list[list[int]]:
+    """Gives English texts as one line of tokens each: every other topic of Python's own help."""
+    return _topics(tokenizer, 0)
+
+
+def training_texts(tokenizer: Tokenizer) -> list[list[int]]:
+    """Gives the other topics, for training."""
+    return _topics(tokenizer, 1)
+
+
+def _topics(tokenizer: Tokenizer, first: int) -> list[list[int]]:
     from pydoc_data.topics import topics
 
-    return [tokenizer.encode(" ".join(text.split())).ids for _, text in sorted(topics.items())]
+    texts = [text for _, text in sorted(topics.items())][first::2]
+    return [tokenizer.encode(" ".join(text.split())).ids for text in texts]
 
 
 def mixed_prompts(tokenizer: Tokenizer, count: int) -> list[list[int]]:
@@ -155,7 +165,7 @@ def mixed_prompts(tokenizer: Tokenizer, count: int) -> list[list[int]]:
     """
     sums = [(a, b) for a in range(1, 10) for b in range(1, 10)]
     random.Random(5).shuffle(sums)
-    texts = [text for text in text_tokens(tokenizer) if len(text) > max(TEXT_TOKENS)]
+    texts = [text for text in study_texts(tokenizer) if len(text) > max(TEXT_TOKENS)]
     prompts: list[list[int]] = []
     for number in range(count):
         turn, place = divmod(number, 3)
@@ -168,7 +178,7 @@ def mixed_prompts(tokenizer: Tokenizer, count: int) -> list[list[int]]:
 
 def calibration_tokens(tokenizer: Tokenizer) -> list[torch.Tensor]:
     """Gives 8 sequences of texts that the prompts do not begin, and of sums; int64 [8, S]."""
-    texts = [text for text in text_tokens(tokenizer) if len(text) > 1000]
+    texts = [text for text in study_texts(tokenizer) if len(text) > 1100]
     starts: Sequence[int] = (500, 700, 900)
     rows = [text[start : start + CALIBRATION_TOKENS] for text in texts[:2] for start in starts]
     solved = "".join(f"{a}+{b}={a + b}\n" for a in range(2, 9) for b in range(1, 10))
