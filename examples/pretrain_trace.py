@@ -44,7 +44,10 @@ def main() -> None:
     )
     trace, recorded = trace_config_from_args(args), recorded_config_from_args(args)
     require_agreement(args, trace)
-    training = RecordedTraining(trace, recorded)
+    pipelined = args.pipeline_model_parallel_size > 1
+    training = RecordedTraining(
+        trace, recorded, num_positions=args.seq_length if pipelined else None
+    )
     model_config = trace_model_config_from_args(args, trace, recorded.attention, training.settings)
     iteration = None
 
@@ -52,7 +55,7 @@ def main() -> None:
         return training.datasets(num_samples)
 
     # Every rank needs the indices, not only the first of a tensor-parallel group.
-    datasets.is_distributed = True
+    vars(datasets)["is_distributed"] = True
 
     def forward_step(data_iterator: Iterator[Any], model: torch.nn.Module) -> Any:
         nonlocal iteration

@@ -20,6 +20,7 @@ import copy
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing
@@ -160,9 +161,9 @@ def load_weights(
     else:
         iteration, _ = read_metadata(tracker_file(args.load))
         folder = get_checkpoint_name(args.load, iteration, return_base_dir=True)
-        state = dist_checkpointing.load({"model": model.sharded_state_dict()}, folder)
+        state: Any = dist_checkpointing.load({"model": model.sharded_state_dict()}, folder)
         model.load_state_dict(state["model"])
-    return {name: value.detach() for name, value in model.named_parameters()}, iteration
+    return {name: value.detach() for name, value in model.named_parameters()}, int(iteration)
 
 
 if __name__ == "__main__":

@@ -177,7 +177,8 @@ def distributed_optimizer_resumes_with_torch_adam() -> Iterator[None]:
     tensor of each parameter's state. `DistributedOptimizer` (core/optimizer/distrib_optimizer.py)
     asserts it before the first step, when a checkpoint is loaded; writes into leaves that need
     gradients; gives all parameters one and the same `step` tensor, which Adam would advance once
-    for each of them; and overwrites it with a zero, or misses it in the reshardable form. Does nothing where Apex or Transformer Engine is installed.
+    for each of them; and overwrites it with a zero, or misses it in the reshardable form. Does
+    nothing where Apex or Transformer Engine is installed.
     """
     require_version("megatron-core", MEGATRON_CORE, "distributed_optimizer_resumes_with_torch_adam")
     from megatron.core.optimizer import distrib_optimizer
@@ -212,8 +213,9 @@ def distributed_optimizer_resumes_with_torch_adam() -> Iterator[None]:
             self, model_param, {**tensors, "step": None}
         )
 
-    cls.state_dict, cls.load_state_dict = state_dict_with_steps, load_own_steps
-    cls._set_main_param_and_optimizer_states = set_without_step
+    replacements = (state_dict_with_steps, load_own_steps, set_without_step)
+    for name, replacement in zip(originals, replacements, strict=True):
+        setattr(cls, name, replacement)
     try:
         yield
     finally:

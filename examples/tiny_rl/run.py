@@ -110,6 +110,9 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
         "--tensorboard", action="store_true", help="also write tensorboard/ beside metrics.jsonl"
     )
     parser.add_argument("--resume", action="store_true", help="continue from --output")
+    parser.add_argument(
+        "--hint-files", action="store_true", help="hints in files under --output, not in memory"
+    )
     add_trace_arguments(parser)
     parser.set_defaults(trace_diagnostic_share=0.125)
     options = parser.parse_args(arguments)
@@ -338,6 +341,7 @@ def do_all_runs(options: argparse.Namespace) -> list[RunSummary]:
             pattern=PATTERN,
             items=train_items,
             tokenizer=tokenizer,
+            hint_folder=folder / "hints" if options.hint_files else None,
         )
         identity = identity_of(settings, options, tasks)
         if saved := saved_steps(folder, options):

@@ -12,7 +12,7 @@ from megatron_trace.hints.codec import (
 from megatron_trace.hints.files import HintFiles, HintSource
 from megatron_trace.hints.files_writer import HintFilesWriter
 from megatron_trace.hints.guard import THRESHOLDS, GuardThresholds, RowHealth, accept_rows
-from megatron_trace.hints.store import HintStore, RecordKind
+from megatron_trace.hints.store import HintSink, HintStore, RecordKind
 from megatron_trace.hints.types import (
     HintKey,
     QuantisedParts,
@@ -31,6 +31,7 @@ __all__ = [
     "HintFiles",
     "HintFilesWriter",
     "HintKey",
+    "HintSink",
     "HintSource",
     "HintStore",
     "QuantisedParts",

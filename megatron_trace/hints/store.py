@@ -21,6 +21,22 @@ class RecordKind(enum.StrEnum):
     CODES = "codes"
 
 
+class HintSink(Protocol):
+    """What a rollout writes records to: `HintStore` or `HintFilesWriter`."""
+
+    def put(self, hint: SiteHint, kind: RecordKind = ...) -> None:
+        """Adds the record of one sample at one place."""
+        ...
+
+    def sample_ids(self) -> tuple[str, ...]:
+        """Gives the samples that are there already."""
+        ...
+
+    def drop_sample(self, sample_id: str) -> int:
+        """Removes the records of a sample and gives their number; 0 if there are none."""
+        ...
+
+
 @dataclass
 class _SampleRecords:
     policy_version: int

@@ -17,12 +17,11 @@ import torch
 from torch.utils.data import Dataset
 
 from megatron_trace.config import RecordedConfig, TraceConfig
-from megatron_trace.models.hybrid import causal_mask
 from megatron_trace.rl.losses import GrpoSettings, grpo_loss
 from megatron_trace.rl.rollout_folder import RolloutFolder
 from megatron_trace.training.megatron_model import trace_sites
 from megatron_trace.training.micro_batch import MicroBatch, make_micro_batch
-from megatron_trace.training.model import logprobs_of_logits
+from megatron_trace.training.model import forward_arguments, logprobs_of_logits
 from megatron_trace.training.sites import TraceSites
 
 Report = dict[str, torch.Tensor]
@@ -58,6 +57,8 @@ class RecordedTraining:
     Args:
         trace: Settings of TRACE.
         recorded: Folders and settings of the objective.
+        num_positions: Positions of every micro-batch, which pipeline stages must know beforehand;
+            None takes as many as its samples need.
 
     Attributes:
         folders: The folder to train on, and the one to evaluate on, if any.
@@ -67,11 +68,14 @@ class RecordedTraining:
             under different quantiser settings or by another method.
     """
 
-    def __init__(self, trace: TraceConfig, recorded: RecordedConfig) -> None:
+    def __init__(
+        self, trace: TraceConfig, recorded: RecordedConfig, *, num_positions: int | None = None
+    ) -> None:
         if not recorded.hint_dir:
             raise ValueError("--trace-hint-dir is needed: the folder of rollouts to train on")
         self.trace = trace
         self.recorded = recorded
+        self.num_positions = num_positions
         self.folders = [
             RolloutFolder(path) for path in (recorded.hint_dir, recorded.valid_hint_dir) if path
         ]
@@ -124,14 +128,12 @@ class RecordedTraining:
         rows = [folder[index] for index in indices["sample"].tolist()]
         sites = trace_sites(model)
         self._running[id(sites)] = sites
-        micro_batch = make_micro_batch([row.sample for row in rows], folder.hints, sites)
+        micro_batch = make_micro_batch(
+            [row.sample for row in rows], folder.hints, sites, num_positions=self.num_positions
+        )
         advantages = torch.tensor([row.advantage for row in rows], device=sites.device)
         with sites.micro_batch(micro_batch):
-            output = model(
-                micro_batch.tokens[:, :-1],
-                micro_batch.positions,
-                causal_mask(micro_batch.num_positions).to(sites.device),
-            )
+            output = model(*forward_arguments(micro_batch))
         return output, partial(self.loss, micro_batch, advantages)
 
     def loss(
@@ -139,7 +141,9 @@ class RecordedTraining:
     ) -> tuple[torch.Tensor, torch.Tensor, Report]:
         """Gives the summed loss of a micro-batch, its number of tokens, and what Megatron logs.
 
-        The policy before the step is the trainer's own: every sample takes part in one step.
+        Each of them is that of this rank's positions: Megatron adds them up over the data- and
+        context-parallel ranks. The policy before the step is the trainer's own: every sample takes
+        part in one step.
 
         Args:
             micro_batch: The samples.
@@ -147,7 +151,10 @@ class RecordedTraining:
             logits: Output of the last stage.
         """
         logprobs = logprobs_of_logits(logits, micro_batch, temperature=self.recorded.temperature)
-        old, mask = logprobs.detach(), micro_batch.loss_mask
+        old = logprobs.detach()
+        mask = torch.zeros_like(micro_batch.loss_mask)
+        own = micro_batch.attention_rows.positions
+        mask[:, own] = micro_batch.loss_mask[:, own]
         num_tokens = mask.sum()
         mean, sums = grpo_loss(
             logprobs,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -14,6 +15,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.transformer import TransformerConfig
 
 from megatron_trace.config import TraceConfig
+from megatron_trace.hints.files_writer import HintFilesWriter
 from megatron_trace.hints.store import HintStore
 from megatron_trace.hints.types import QuantizerSettings
 from megatron_trace.rl.losses import GrpoSettings
@@ -144,7 +146,7 @@ class RlRun:
     optimizer: MegatronOptimizer
     sites: TraceSites
     engine: RolloutEngine
-    store: HintStore = field(default_factory=HintStore)
+    store: HintStore | HintFilesWriter = field(default_factory=HintStore)
     progress: Progress = field(default_factory=Progress)
 
     def named_weights(self) -> dict[str, torch.Tensor]:
@@ -179,6 +181,7 @@ def build_run(
     items: Sequence[TaskItem],
     tokenizer: CharTokenizer,
     model_id: str = "",
+    hint_folder: str | Path | None = None,
 ) -> RlRun:
     """Builds trainer and engine; `start` or `checkpoint.resume` gives them their weights.
 
@@ -189,6 +192,8 @@ def build_run(
         items: Training items.
         tokenizer: Tokenizer of tasks and model.
         model_id: Name of the model in the quantiser settings.
+        hint_folder: Folder that samples and hints are written to and read from; None keeps them in
+            memory.
 
     Raises:
         ValueError: A prompt does not fit the context, or sides, model and settings contradict each
@@ -222,7 +227,8 @@ def build_run(
         model_id=model_id,
     )
     ddp, optimizer = build_optimizer(model, settings.optimizer)
-    return RlRun(settings, tokenizer, items, prompts, model, ddp, optimizer, sites, engine)
+    store = HintStore() if hint_folder is None else HintFilesWriter(hint_folder)
+    return RlRun(settings, tokenizer, items, prompts, model, ddp, optimizer, sites, engine, store)
 
 
 def start(

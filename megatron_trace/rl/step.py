@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from megatron.core.distributed import finalize_model_grads
 
+from megatron_trace.hints.files_writer import HintFilesWriter
 from megatron_trace.hints.types import RolloutSample
 from megatron_trace.metrics import LogprobGap, logprob_gap
 from megatron_trace.rl.advantages import group_advantages
@@ -117,6 +118,8 @@ def roll_out(run: RlRun) -> tuple[list[RolloutSample], list[int]]:
         sampling=settings.sampling(),
         seed=settings.seed * _SEEDS_PER_RUN + progress.step,
     )
+    if isinstance(run.store, HintFilesWriter):
+        run.store.commit(samples)
     return samples, rows
 
 

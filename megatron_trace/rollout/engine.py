@@ -14,7 +14,7 @@ from megatron.core.transformer import TransformerConfig
 
 from megatron_trace.config import DEFAULT_HINT_SITES, TraceConfig
 from megatron_trace.formats import FORMAT_SETS, FormatSet
-from megatron_trace.hints import HintStore, QuantizerSettings, RolloutSample, Site
+from megatron_trace.hints import HintSink, QuantizerSettings, RolloutSample, Site
 from megatron_trace.models.hybrid import causal_mask, decoder_layers, pattern_sites
 from megatron_trace.rollout.kv_cache import kv_bytes_per_token
 from megatron_trace.rollout.model import build_engine_model
@@ -242,7 +242,7 @@ class RolloutEngine:
         prompts: Sequence[Sequence[int]],
         sample_ids: Sequence[str],
         *,
-        store: HintStore | None,
+        store: HintSink | None,
         sampling: SamplingSettings,
         seed: int,
     ) -> list[RolloutSample]:
@@ -313,7 +313,7 @@ class RolloutEngine:
     def _formats(self) -> FormatSet:
         return FORMAT_SETS[self.trace.number_format]
 
-    def _store(self, store: HintStore, samples: list[RolloutSample]) -> None:
+    def _store(self, store: HintSink, samples: list[RolloutSample]) -> None:
         assert self._settings is not None, "only a quantising engine records"
         records = self._recorder.take([sample.num_rows for sample in samples])
         try:

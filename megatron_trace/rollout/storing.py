@@ -9,7 +9,7 @@ import torch
 
 from megatron_trace.hints import (
     HintKey,
-    HintStore,
+    HintSink,
     QuantizerSettings,
     RecordKind,
     RolloutSample,
@@ -23,7 +23,7 @@ from megatron_trace.rollout.recorder import Place
 
 
 def store_records(
-    store: HintStore,
+    store: HintSink,
     samples: Sequence[RolloutSample],
     records: Mapping[Place, tuple[torch.Tensor, torch.Tensor]],
     settings: QuantizerSettings,

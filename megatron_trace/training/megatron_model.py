@@ -84,7 +84,7 @@ class TraceModelBuilder(HybridModelBuilder):
         if config.quantizer_settings is not None and sites.quantises:
             sites.settings = config.quantizer_settings
         # Where a training loop, which gets models only, finds the sites again.
-        model.trace_sites = sites
+        object.__setattr__(model, "trace_sites", sites)
         return model
 
 

@@ -47,7 +47,7 @@ def weights(one_process):
 def build(one_process):
     """Builds a run that has no weights yet."""
 
-    def build(method="trace", **changes):
+    def build(method="trace", hint_folder=None, **changes):
         trace = TraceConfig(
             method=method,
             hint_layers="all",
@@ -69,6 +69,7 @@ def build(one_process):
             pattern=PATTERN,
             items=ITEMS,
             tokenizer=TOKENIZER,
+            hint_folder=hint_folder,
         )
 
     return build

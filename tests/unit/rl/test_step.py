@@ -286,3 +286,16 @@ def test_prompt_longer_than_the_context_is_refused(build):
 def test_bad_settings_raise(started, change, message):
     with pytest.raises(ValueError, match=message):
         rl_step(started("bf16", **change))
+
+
+def test_hints_in_files_give_the_same_step_as_hints_in_memory(started, tmp_path):
+    in_memory = [rl_step(run) for run in [started()] for _ in range(2)]
+    run = started(hint_folder=tmp_path)
+    in_files = [rl_step(run) for _ in range(2)]
+    for a, b in zip(in_memory, in_files, strict=True):
+        a, b = dict(a), dict(b)
+        del a["seconds"], b["seconds"]
+        assert a == b
+    # Trained samples are expired; what is left is nothing.
+    assert run.store.sample_ids() == ()
+    run.store.close()
