@@ -12,6 +12,7 @@ from typing import Literal, get_args
 from megatron_trace.formats.number_format import FORMAT_SETS
 
 Method = Literal["bf16", "qat", "trace"]
+Experts = Literal["auto", "local", "te", "te_recipe"]
 Implementation = Literal["auto", "torch", "triton"]
 HintScales = Literal["raw", "residue"]
 NumberFormatName = Literal["nvfp4", "nvfp4_4over6", "mxfp4", "mxfp4_w4a8"]
@@ -61,6 +62,10 @@ class TraceConfig:
         save_packed_activations: Whether training keeps the quantised inputs of the routed experts'
             linears for backward as codes and block scales, 4.5 bit a value; the gradients have the
             same bits either way.
+        experts: The trainer's routed experts: `local` (Megatron's local linears), `te` (Transformer
+            Engine's grouped linears), `te_recipe` (the same, rounding inside Transformer Engine by
+            its custom recipe), or `auto`: `te_recipe` if Megatron's --fp4-quantizer-factory names
+            one of ours, else `local`.
         implementation: Kernels of the number formats: `torch`, `triton`, or `auto` (Triton where
             the tensor is on a GPU).
     """
@@ -81,6 +86,7 @@ class TraceConfig:
     check_finite: bool = True
     power_of_two_scales: bool = False
     save_packed_activations: bool = False
+    experts: Experts = "auto"
     implementation: Implementation = "auto"
 
     def __post_init__(self) -> None:
@@ -129,6 +135,12 @@ class TraceConfig:
             "implementation",
             "auto, torch or triton",
             self.implementation,
+        )
+        _require(
+            self.experts in ("auto", "local", "te", "te_recipe"),
+            "experts",
+            "auto, local, te or te_recipe",
+            self.experts,
         )
         if self.method == "bf16" and self.diagnostic_share > 0:
             raise ValueError(

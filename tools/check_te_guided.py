@@ -2,11 +2,11 @@
 
     python tools/check_te_guided.py --out te_guided.json
 
-A Megatron MoELayer with `TraceTEGroupedMLP`, quantised through the `CustomRecipe` factory, runs
-forward and backward on a GPU with true hints (a noisy copy's). Every case is compared twice:
+A Megatron MoE layer with `TraceTEGroupedMLP` runs forward and backward on a GPU with true hints (a
+noisy copy's) of fc1 and fc2, with experts=te and with experts=te_recipe. Each is compared twice:
 
 * `same`: against the reference on TE's BF16 grouped product of the operands quantised beforehand
-  by the torch specification, padded alike. Equal bits are required.
+  by the torch specification, padded alike; equal bits are required
 * `torch`: against the reference on one `torch` product per expert, without padding. The order of
   sums may differ, and where it moves an activation over a rounding boundary fc2's input differs by
   an FP4 step; so the relative error of the whole tensor must stay under TORCH_TOLERANCE.
@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -38,45 +38,41 @@ from transformer_engine.pytorch.tensor import IdentityQuantizer
 
 from megatron_trace.formats import decode, pack_bits, reference, unpack_codes
 from megatron_trace.hints.types import Site
-from megatron_trace.models.hybrid import build_hybrid_model, causal_mask, decoder_layers
 from megatron_trace.testing.moe_reference import (
     TorchProduct,
     quantised,
     quantised_weight,
-    routed_experts,
 )
 from megatron_trace.testing.roundings import RecordedRoundings, recorded_rounding
 from megatron_trace.testing.te_layer import (
     F_EXPERT,
-    FC2_SCALE,
     LAYER,
     Case,
     H,
+    Layer,
     Outcome,
     SameProduct,
     build_layer,
     case_roundings,
     expert_weights,
-    moe_config,
     noisy,
     run_layer,
     run_reference,
     static_scale,
 )
 from megatron_trace.training import te_recipe
-from megatron_trace.training.rounding import Rounding
+from megatron_trace.training.experts import bind_experts
+from megatron_trace.training.te_choice import ExpertsKind
 from megatron_trace.training.te_rows import LinearCall, linear_call, moved, pad_rows
-from megatron_trace.training.te_specs import (
-    TE_HYBRID_MODULES,
-    TraceTEMoELayer,
-    attach_rounding_source,
-)
+from megatron_trace.training.weights import quantise_weight
 
 TORCH_TOLERANCE = 1e-2
 
+KINDS: tuple[ExpertsKind, ...] = ("te", "te_recipe")
 CASES = (
     Case("top-2 of 8"),
     Case("uneven splits", splits=(40, 0, 17, 71)),
+    Case("splits 1, 0, 63, 64", splits=(1, 0, 63, 64)),
     Case("one busy expert", splits=(0, 0, 200, 0)),
     Case("no padding needed", splits=(128, 0, 128, 256)),
     Case("full codes", num_bits=4),
@@ -84,7 +80,9 @@ CASES = (
     Case("no hints (qat)", num_bits=0),
     Case("fused wgrad", fused_wgrad=True),
     Case("fused wgrad, uneven splits", splits=(40, 0, 17, 71), fused_wgrad=True),
+    Case("fused wgrad, splits 1, 0, 63, 64", splits=(1, 0, 63, 64), fused_wgrad=True),
     Case("recomputed", recompute=True),
+    Case("activation recomputed", moe_act_recompute=True),
     Case("all-gather dispatcher", dispatcher="allgather"),
     Case("fused permutation", permute_fusion=True),
 )
@@ -134,37 +132,52 @@ class Report:
 
 
 def check_case(case: Case, report: Report, device: torch.device) -> None:
+    """Compares one case with both references, and both kinds of experts with one another."""
+    outcomes = {}
+    for kind in ("te_recipe",) if case.native else KINDS:
+        named = replace(case, name=f"{case.name}, {kind}", experts=kind)
+        outcomes[kind] = check_kind(named, report, device)
+    if not case.native:
+        report.compare(f"{case.name} / te and te_recipe", *outcomes.values(), exact=False)
+
+
+def check_kind(case: Case, report: Report, device: torch.device) -> Outcome:
     """Compares one case with both references."""
-    torch.manual_seed(len(case.name))
+    torch.manual_seed(23)
     layer = build_layer(case, device)
     tokens = torch.randn(case.num_tokens, H, device=device).bfloat16()
     output_gradient = torch.randn(case.num_tokens, H, device=device).bfloat16()
-    roundings = case_roundings(case, tokens)
-    layer.attach(roundings, LAYER)
+    roundings = case_roundings(case, layer, tokens)
+    bind_experts(layer, LAYER, cast("Any", roundings))
     ours = run_layer(layer, tokens, output_gradient)
     calls = 2 if case.recompute else 1
-    ours_only = case.native or has_our_quantisers(layer)
     report.add(
         case.name,
         "guided quantiser was called",
-        roundings.calls == {(LAYER, Site.FC1): calls, (LAYER, Site.FC2): calls} and ours_only,
+        roundings.calls == {(LAYER, Site.FC1): calls, (LAYER, Site.FC2): calls}
+        and set(roundings.weight_uses.values()) == {calls}
+        and roundings.weights_quantised == 2 * case.num_experts
+        and (case.native or has_our_quantisers(layer, case.experts)),
         calls={str(site): count for (_, site), count in roundings.calls.items()},
     )
+    padded = case.experts == "te_recipe"
     references = {
-        "same": partial(SameProduct, fused_wgrad=case.fused_wgrad),
+        "same": partial(SameProduct, fused_wgrad=case.fused_wgrad, padded=padded),
         "torch": TorchProduct,
     }
     for name, product in references.items():
         theirs = run_reference(layer, tokens, output_gradient, roundings, product)
         exact = name == "same" and not case.native
         report.compare(f"{case.name} / {name}", ours, theirs, exact=exact)
+    return ours
 
 
-def has_our_quantisers(layer: TraceTEMoELayer) -> bool:
-    """Tells whether TE holds our quantisers for inputs and weights, and none for gradients."""
+def has_our_quantisers(layer: Layer, experts: ExpertsKind) -> bool:
+    """Tells whether TE holds our quantisers where it should, and none for gradients."""
+    of_input = te_recipe.GuidedFakeQuantizer if experts == "te_recipe" else IdentityQuantizer
     return all(
-        isinstance(slots[0], te_recipe.GuidedFakeQuantizer)
-        and isinstance(slots[1], te_recipe.WeightFakeQuantizer)
+        type(slots[0]) is of_input
+        and type(slots[1]) is te_recipe.WeightFakeQuantizer
         and type(gradients[0]) is IdentityQuantizer
         for linear in (layer.experts.linear_fc1, layer.experts.linear_fc2)
         for slots in [linear.quantizers["scaling_fwd"]]
@@ -174,23 +187,29 @@ def has_our_quantisers(layer: TraceTEMoELayer) -> bool:
 
 def check_cached_weights(report: Report, device: torch.device) -> None:
     """Two micro-batches of one step share quantised weights; the next step has new ones."""
-    case = Case("cached weights", fused_wgrad=True)
+    for kind in KINDS:
+        check_cached_weights_of(
+            Case(f"cached weights, {kind}", kind, fused_wgrad=True), report, device
+        )
+
+
+def check_cached_weights_of(case: Case, report: Report, device: torch.device) -> None:
+    """The same of one kind of experts."""
     torch.manual_seed(5)
     layer = build_layer(case, device)
     tokens = torch.randn(case.num_tokens, H, device=device).bfloat16()
     gradient = torch.randn(case.num_tokens, H, device=device).bfloat16()
-    roundings = case_roundings(case, tokens)
-    layer.attach(roundings, LAYER, cache_weights=True)
-    product = partial(SameProduct, fused_wgrad=True)
+    roundings = case_roundings(case, layer, tokens)
+    bind_experts(layer, LAYER, cast("Any", roundings))
+    product = partial(SameProduct, fused_wgrad=True, padded=case.experts == "te_recipe")
     for step in range(2):
         with torch.no_grad():
             for weight in expert_weights(layer):
                 weight.mul_(1.0 + 0.1 * step)
                 weight.main_grad.zero_()
-        layer.set_is_first_microbatch()
         first = run_layer(layer, tokens, gradient)
         report.compare(
-            f"cached weights, step {step}",
+            f"{case.name}, step {step}",
             first,
             run_reference(layer, tokens, gradient, roundings, product),
             exact=True,
@@ -199,12 +218,18 @@ def check_cached_weights(report: Report, device: torch.device) -> None:
         once, twice = (o.tensors()["wgrad fc1"] for o in (first, second))
         relative = float((twice - 2 * once).norm() / (2 * once).norm())
         report.add(
-            f"cached weights, step {step}",
+            f"{case.name}, step {step}",
             "second micro-batch adds the same gradient",
             relative <= 1e-6 and torch.equal(first.output, second.output),
             relative=relative,
             tolerance=1e-6,
         )
+    report.add(
+        case.name,
+        "each weight was quantised once a step",
+        roundings.weights_quantised == 2 * 2 * case.num_experts,
+        uses=sum(roundings.weight_uses.values()),
+    )
 
 
 @dataclass
@@ -250,11 +275,13 @@ def make_operands(device: torch.device) -> Operands:
     values = padded.to(device)
     on_device = replace(rounding, hint=hint.to(device), implementation="auto")
     parts = torch.split(values, padded_splits)
-    with linear_call(LinearCall("fc1", values, on_device)):
+    on_gpu = weight.to(device)
+    form = quantise_weight(on_gpu, RecordedRoundings.weight_rule)
+    with linear_call(LinearCall("fc1", values, on_device, [(on_gpu, form)])):
         fake = [te_recipe.GuidedFakeQuantizer()(part).dequantize() for part in parts]
         native = [te_recipe.GuidedNVFP4Quantizer()(part) for part in parts]
-        held = te_recipe.WeightFakeQuantizer()(weight.to(device)).dequantize()
-        native_weight = te_recipe.WeightNVFP4Quantizer()(weight.to(device))
+        held = te_recipe.WeightFakeQuantizer()(on_gpu).dequantize()
+        native_weight = te_recipe.WeightNVFP4Quantizer()(on_gpu)
     guided = reference.guided_codes(padded, hint.payload, hint.scale_bytes, scale, num_bits=1)
     return Operands(
         torch.cat(fake).cpu(),
@@ -342,13 +369,13 @@ def check_refusals(report: Report, device: torch.device) -> None:
         "layer without source",
         **raises(LookupError, lambda: run_layer(layer, tokens, gradient)),
     )
-    layer.attach(RecordedRoundings(), LAYER)
+    bind_experts(layer, LAYER, cast("Any", RecordedRoundings()))
     report.add(
         "refusals",
         "missing hint",
         **raises(LookupError, lambda: run_layer(layer, tokens, gradient)),
     )
-    layer.attach(case_roundings(case, tokens), LAYER)
+    bind_experts(layer, LAYER, cast("Any", case_roundings(case, layer, tokens)))
     report.add(
         "refusals",
         "no FP4 context",
@@ -379,7 +406,7 @@ def check_checkpoint(report: Report, device: torch.device) -> None:
     torch.manual_seed(13)
     layer = build_layer(case, device)
     tokens = torch.randn(case.num_tokens, H, device=device).bfloat16()
-    layer.attach(case_roundings(case, tokens), LAYER)
+    bind_experts(layer, LAYER, cast("Any", case_roundings(case, layer, tokens)))
     before = run_layer(layer, tokens, torch.ones_like(tokens))
     with report.check("checkpoint", "save and load"):
         metadata = {
@@ -393,81 +420,6 @@ def check_checkpoint(report: Report, device: torch.device) -> None:
             "save and load",
             torch.equal(before.output, after.output),
             sharded_entries=len(sharded),
-        )
-
-
-class NoisyRoundings(RecordedRoundings):
-    """Records a place's hints from a noisy copy of the values it is first asked about."""
-
-    def rounding(self, layer: int, site: Site, values: torch.Tensor | None) -> Rounding:
-        """Gives the rounding recorded at the first question."""
-        if (layer, site) not in self.roundings:
-            if values is None:
-                rounding = Rounding(FC2_SCALE)
-            else:
-                rounding = recorded_rounding(noisy(values), static_scale(values), num_bits=1)
-            self.roundings[layer, site] = rounding
-        return super().rounding(layer, site, values)
-
-
-def check_model(report: Report, device: torch.device) -> None:
-    """A HybridModel with the TE experts in our spec, forward and backward, hints on."""
-    num_layers, vocab_size, length, batch = 2, 512, 96, 2
-    torch.manual_seed(17)
-    config = moe_config(
-        num_layers=2 * num_layers,
-        num_moe_experts=8,
-        moe_router_topk=2,
-        moe_token_dispatcher_type="alltoall",
-    )
-    model = build_hybrid_model(
-        config,
-        pattern="*E" * num_layers,
-        vocab_size=vocab_size,
-        max_sequence_length=length,
-        modules=TE_HYBRID_MODULES,
-    ).to(device)
-    model.train()
-    roundings = NoisyRoundings()
-    attach_rounding_source(model, roundings)
-    moes = [layer.moe for layer in decoder_layers(model)]
-    seen: dict[Any, tuple] = {}
-    for module in [*moes, *(moe.router for moe in moes)]:
-        module.register_forward_hook(lambda m, i, o: seen.__setitem__(m, (i, o)), always_call=True)
-    tokens = torch.randint(0, vocab_size, (batch, length), device=device)
-    positions = torch.arange(length, device=device).expand(batch, -1)
-    logits = model(tokens, positions, causal_mask(length).to(device))
-    logits.float().square().mean().backward()
-
-    expected = {(i, site): 1 for i in range(num_layers) for site in (Site.FC1, Site.FC2)}
-    gradients = [weight.grad for moe in moes for weight in expert_weights(moe)]
-    report.add(
-        "HybridModel *E*E",
-        "every place was guided once, gradients are finite",
-        roundings.calls == expected
-        and all(has_our_quantisers(moe) for moe in moes)
-        and all(grad is not None and bool(torch.isfinite(grad).all()) for grad in gradients)
-        and bool(torch.isfinite(logits).all()),
-        calls=sum(roundings.calls.values()),
-        logits=list(logits.shape),
-    )
-    for index, moe in enumerate(moes):
-        (probs, chosen), output = seen[moe.router][1], seen[moe][1][0]
-        weights = [quantised_weight(weight) for weight in expert_weights(moe)]
-        half = len(weights) // 2
-        with torch.no_grad():
-            wanted = routed_experts(
-                seen[moe][0][0].reshape(-1, H),
-                probs,
-                chosen,
-                tuple(SameProduct(part, False) for part in (weights[:half], weights[half:])),
-                tuple(roundings.rounding(index, site, None) for site in (Site.FC1, Site.FC2)),
-            )
-        report.add(
-            "HybridModel *E*E",
-            f"output of layer {index} equals the reference",
-            torch.equal(output.reshape(-1, H), wanted),
-            largest=float((output.reshape(-1, H) - wanted).abs().max()),
         )
 
 
@@ -507,7 +459,6 @@ def run_checks(report: Report, device: torch.device) -> None:
         check_cached_weights,
         check_refusals,
         check_checkpoint,
-        check_model,
         check_te_decodes,
     )
     for check in others:

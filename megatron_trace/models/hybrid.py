@@ -80,6 +80,36 @@ class DecoderLayer:
     mlp: MLP | None
 
 
+class GroupedExpertLinear:
+    """One expert of a grouped linear, which holds its weight among those of others.
+
+    Args:
+        group: Megatron's `TEGroupedLinear`.
+        index: Local index of the expert.
+    """
+
+    def __init__(self, group: torch.nn.Module, index: int) -> None:
+        self.group: Any = group
+        self.index = index
+
+    @property
+    def weight(self) -> torch.nn.Parameter:
+        """The expert's weight."""
+        return getattr(self.group, f"weight{self.index}")
+
+    @property
+    def place(self) -> Any:
+        """Where the expert stands, if the linear quantises."""
+        return self.group.places[self.index]
+
+    @place.setter
+    def place(self, place: Any) -> None:
+        self.group.places[self.index] = place
+
+
+type ExpertLinear = torch.nn.Module | GroupedExpertLinear
+
+
 class LocalHybridStack(HybridStack):
     """HybridStack whose final norm needs no Transformer Engine.
 
@@ -298,18 +328,26 @@ def decoder_layers(model: HybridModel) -> list[DecoderLayer]:
     return [DecoderLayer(index, **part) for index, part in sorted(parts.items())]
 
 
-def named_expert_linears(
-    layer: DecoderLayer,
-) -> Iterator[tuple[int, str, torch.nn.Module]]:
+def named_expert_linears(layer: DecoderLayer) -> Iterator[tuple[int, str, ExpertLinear]]:
     """Gives (global expert, `fc1` or `fc2`, linear) of the routed experts held by this rank."""
-    if layer.moe is None:
-        return
-    experts: Any = layer.moe.experts
-    for expert_index, expert in zip(
-        layer.moe.local_expert_indices, experts.local_experts, strict=True
-    ):
-        yield expert_index, "fc1", expert.linear_fc1
-        yield expert_index, "fc2", expert.linear_fc2
+    if layer.moe is not None:
+        yield from expert_linears(layer.moe)
+
+
+def expert_linears(moe: MoELayer) -> Iterator[tuple[int, str, ExpertLinear]]:
+    """Gives (global expert, `fc1` or `fc2`, linear) of a layer's experts held by this rank."""
+    experts: Any = moe.experts
+    of_experts = getattr(experts, "local_experts", None)
+    for local, expert in enumerate(moe.local_expert_indices):
+        for matrix in ("fc1", "fc2"):
+            if of_experts is None:
+                yield (
+                    expert,
+                    matrix,
+                    GroupedExpertLinear(getattr(experts, f"linear_{matrix}"), local),
+                )
+            else:
+                yield expert, matrix, getattr(of_experts[local], f"linear_{matrix}")
 
 
 def causal_mask(num_positions: int) -> torch.Tensor:

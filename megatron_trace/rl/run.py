@@ -18,6 +18,7 @@ from megatron_trace.config import TraceConfig
 from megatron_trace.hints.files_writer import HintFilesWriter
 from megatron_trace.hints.store import HintStore
 from megatron_trace.hints.types import QuantizerSettings
+from megatron_trace.models.expert_names import local_name
 from megatron_trace.rl.losses import GrpoSettings
 from megatron_trace.rl.optimizer import OptimizerSettings, build_optimizer
 from megatron_trace.rl.rewards import AnswerFormat, score_samples
@@ -32,6 +33,7 @@ from megatron_trace.rollout.sampling import SamplingSettings
 from megatron_trace.rollout.weights import plain_digest
 from megatron_trace.training.model import TrainerAttention, build_trainer_model
 from megatron_trace.training.sites import TraceSites
+from megatron_trace.training.te_choice import without_recipe
 from megatron_trace.training.weights import expert_weight_digest
 
 TRAINER_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -150,8 +152,8 @@ class RlRun:
     progress: Progress = field(default_factory=Progress)
 
     def named_weights(self) -> dict[str, torch.Tensor]:
-        """Gives the trainer's parameters by name."""
-        return {name: value.detach() for name, value in self.model.named_parameters()}
+        """Gives the trainer's parameters by the names that the engine has for them."""
+        return {local_name(name): value.detach() for name, value in self.model.named_parameters()}
 
     def push_weights(self, policy_version: int) -> None:
         """Gives the engine the trainer's weights and checks that both hold the same.
@@ -219,7 +221,7 @@ def build_run(
     )
     sites.diagnostics = settings.trace.diagnostic_share > 0
     engine = RolloutEngine(
-        model_config,
+        without_recipe(model_config),
         **size,
         trace=settings.trace,
         eod_token=END_TOKEN,
@@ -248,7 +250,7 @@ def start(
     run.engine.load_weights(weights)
     with torch.no_grad():
         for name, parameter in run.model.named_parameters():
-            parameter.copy_(weights[name])
+            parameter.copy_(weights[local_name(name)])
     run.optimizer.reload_model_params()
     if run.sites.quantises:
         run.engine.calibrate(calibration)

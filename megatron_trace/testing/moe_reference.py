@@ -56,14 +56,29 @@ def routed_experts(
     """
     expert, token = routing_map.T.nonzero(as_tuple=True)
     splits = routing_map.sum(0).tolist()
-    rounded = ops.straight_through(tokens, quantised(roundings[0], tokens))
-    gate, up = products[0](rounded[token], splits).chunk(2, dim=-1)
-    activation = F.silu(gate) * up
+    activation = expert_activations(tokens, routing_map, products[0], roundings[0])
     activation = ops.straight_through(activation, quantised(roundings[1], activation))
     rows = products[1](activation, splits)
     rows = (rows * probs[token, expert].unsqueeze(-1)).to(rows.dtype)
     index = token.unsqueeze(-1).expand_as(rows)
     return torch.zeros_like(tokens).scatter_add(0, index, rows)
+
+
+def expert_activations(
+    tokens: torch.Tensor, routing_map: torch.Tensor, fc1: GroupedProduct, rounding: Rounding
+) -> torch.Tensor:
+    """Gives fc2's input before it is quantised, [N, F].
+
+    Args:
+        tokens: [T, H].
+        routing_map: bool [T, E].
+        fc1: Product of fc1.
+        rounding: Of the tokens.
+    """
+    token = routing_map.T.nonzero()[:, 1]
+    rounded = ops.straight_through(tokens, quantised(rounding, tokens))
+    gate, up = fc1(rounded[token], routing_map.sum(0).tolist()).chunk(2, dim=-1)
+    return F.silu(gate) * up
 
 
 def quantised_weight(weight: torch.Tensor) -> torch.Tensor:
@@ -76,6 +91,7 @@ def quantised_weight(weight: torch.Tensor) -> torch.Tensor:
 def quantised(rounding: Rounding, values: torch.Tensor) -> torch.Tensor:
     """Gives fake-quantised values [N, K], without gradient."""
     values, hint = values.detach(), rounding.hint
+    assert rounding.global_scale is not None, "the reference is that of NVFP4"
     nearest = reference.rtn(values, rounding.global_scale, dtype=rounding.operand_dtype)
     if hint is None:
         return nearest

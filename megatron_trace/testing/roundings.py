@@ -6,22 +6,35 @@ Legend: N rows, K values of a row.
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import torch
 
+from megatron_trace.config import TraceConfig
 from megatron_trace.formats import ops
 from megatron_trace.hints.types import Site
 from megatron_trace.training.rounding import HintRows, Rounding
+from megatron_trace.training.shape import ExpertMatrix, Place
+from megatron_trace.training.weights import WeightRule
 
 
 class RecordedRoundings:
-    """Gives the roundings that were put in, and counts the calls of each place's quantiser."""
+    """Stands in for a model's `TraceSites` where a MoE layer is tested by itself.
+
+    Gives the roundings that were put in, counts the calls of each place's quantiser and the uses of
+    each weight. The roundings of fc2 are those of the dispatched rows.
+    """
+
+    trace = TraceConfig()
+    weight_rule = WeightRule(torch.bfloat16, power_of_two_scales=False)
 
     def __init__(self) -> None:
-        self.roundings: dict[tuple[int, Site], Rounding] = {}
-        self.calls: Counter[tuple[int, Site]] = Counter()
+        self.roundings: dict[Place, Rounding] = {}
+        self.calls: Counter[Place] = Counter()
+        self.weight_uses: Counter[ExpertMatrix] = Counter()
+        self.weights_quantised = 0
 
-    def rounding(self, layer: int, site: Site, values: torch.Tensor | None) -> Rounding:
+    def rounding(self, layer: int, site: Site, values: torch.Tensor | None = None) -> Rounding:
         """Gives the rounding of a place.
 
         Raises:
@@ -32,9 +45,29 @@ class RecordedRoundings:
         except KeyError:
             raise LookupError(f"no rounding was recorded for layer {layer}, site {site}") from None
 
+    def quantise_rows(self, x: torch.Tensor, place: Place) -> torch.Tensor:
+        """Fake-quantises float [S, B, K]."""
+        rows = x.detach().flatten(0, 1)
+        rounding = self.rounding(*place, rows)
+        self.count_call(*place)
+        return ops.straight_through(x, rounding.quantised(rows).view(x.shape))
+
+    def dispatched_slots(self, place: Place, dispatcher: Any) -> None:
+        """Gives nothing: the roundings of fc2 are in the order of the dispatched rows already."""
+
+    def slot_rounding(self, x: torch.Tensor, place: Place, *_: Any) -> Rounding:
+        """Gives the rounding of fc2's rows [N, K], and counts the call."""
+        self.count_call(*place)
+        return self.rounding(*place, x)
+
     def count_call(self, layer: int, site: Site) -> None:
         """Counts one call."""
         self.calls[layer, site] += 1
+
+    def count_weight(self, matrix: ExpertMatrix, *, fresh: bool) -> None:
+        """Counts one use of a weight."""
+        self.weight_uses[matrix] += 1
+        self.weights_quantised += fresh
 
 
 def recorded_rounding(

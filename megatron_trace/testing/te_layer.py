@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -22,10 +22,17 @@ from megatron.core.transformer import TransformerConfig
 
 from megatron_trace.formats import global_scale_from_amax
 from megatron_trace.hints.types import Site
-from megatron_trace.testing.moe_reference import quantised_weight, routed_experts
+from megatron_trace.testing.moe_reference import (
+    TorchProduct,
+    expert_activations,
+    quantised_weight,
+    routed_experts,
+)
 from megatron_trace.testing.roundings import RecordedRoundings, recorded_rounding
+from megatron_trace.training.experts import GuidedMoELayer, bind_experts
 from megatron_trace.training.rounding import Rounding
-from megatron_trace.training.te_specs import FACTORIES, trace_te_moe_spec
+from megatron_trace.training.te_choice import FAKE_FACTORY, NVFP4_FACTORY, ExpertsKind
+from megatron_trace.training.te_specs import trace_te_moe_spec
 
 H, F_EXPERT = 256, 128
 ALIGNMENT = 128
@@ -34,7 +41,8 @@ NOISE = 0.003
 # Static decode-side global scale of fc2's input, as a calibration would give.
 FC2_SCALE = 2.0**-12
 
-# A TraceTEMoELayer. Megatron types its parts by protocols that lack what tests look at.
+# A GuidedMoELayer or TraceTEMoELayer; Megatron types its parts by protocols that lack what tests
+# look at.
 type Layer = Any
 
 
@@ -44,17 +52,20 @@ class Case:
 
     Attributes:
         name: Shown in the table.
+        experts: `te` or `te_recipe`.
         splits: Tokens of each expert with top-1 routing; None for random top-2 of 8 experts.
-        num_bits: Bits per value of a hint; 0 rounds every row to nearest.
-        hint_share: Share of the tokens that have a hint.
+        num_bits: Bits per value of a hint of fc1 and of fc2; 0 rounds every row to nearest.
+        hint_share: Share of the rows that have a hint.
         fused_wgrad: Whether weight gradients are accumulated into FP32 `main_grad`.
         recompute: Whether the MoE layer is recomputed in backward.
         dispatcher: Megatron's token dispatcher.
         permute_fusion: Whether TE's fused permutation dispatches.
+        moe_act_recompute: Whether only the activation is recomputed in backward.
         native: Whether the products are native FP4.
     """
 
     name: str
+    experts: ExpertsKind = "te_recipe"
     splits: tuple[int, ...] | None = None
     num_bits: int = 1
     hint_share: float = 1.0
@@ -62,6 +73,7 @@ class Case:
     recompute: bool = False
     dispatcher: str = "alltoall"
     permute_fusion: bool = False
+    moe_act_recompute: bool = False
     native: bool = False
 
     @property
@@ -99,11 +111,15 @@ class ScriptedRouter(torch.nn.Module):
 
 def layer_config(case: Case) -> TransformerConfig:
     """Gives the configuration of a case's layer."""
+    modules = ["moe"] * case.recompute + ["moe_act"] * case.moe_act_recompute
     recompute = (
-        {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
-        if case.recompute
-        else {}
+        {"recompute_granularity": "selective", "recompute_modules": modules} if modules else {}
     )
+    recipe = {
+        "fp4": "e2m1",
+        "fp4_recipe": "custom",
+        "fp4_quantizer_factory": NVFP4_FACTORY if case.native else FAKE_FACTORY,
+    }
     return moe_config(
         num_layers=1,
         num_moe_experts=case.num_experts,
@@ -111,13 +127,13 @@ def layer_config(case: Case) -> TransformerConfig:
         moe_token_dispatcher_type=case.dispatcher,
         moe_permute_fusion=case.permute_fusion,
         gradient_accumulation_fusion=case.fused_wgrad,
-        fp4_quantizer_factory=FACTORIES[1 if case.native else 0],
         **recompute,
+        **(recipe if case.experts == "te_recipe" else {}),
     )
 
 
 def moe_config(**fields: Any) -> TransformerConfig:
-    """Gives a BF16 MoE configuration whose experts are quantised by our factory."""
+    """Gives a BF16 MoE configuration."""
     defaults: dict[str, Any] = {
         "hidden_size": H,
         "ffn_hidden_size": F_EXPERT,
@@ -140,19 +156,19 @@ def moe_config(**fields: Any) -> TransformerConfig:
         "hidden_dropout": 0.0,
         "bf16": True,
         "params_dtype": torch.bfloat16,
-        "fp4": "e2m1",
-        "fp4_recipe": "custom",
-        "fp4_quantizer_factory": FACTORIES[0],
     }
     return TransformerConfig(**(defaults | fields))
 
 
-def build_layer(case: Case, device: torch.device) -> Layer:
-    """Builds a case's layer with a scripted router."""
+def build_layer(case: Case, device: torch.device, source: RecordedRoundings | None = None) -> Layer:
+    """Builds a case's layer with a scripted router, asking the source for its roundings."""
     config = layer_config(case)
     spec = trace_te_moe_spec(num_experts=case.num_experts)
     submodules = dataclasses.replace(spec.keywords["submodules"], router=ScriptedRouter)
-    layer: Layer = spec(config=config, submodules=submodules, layer_number=1).to(device)
+    kind = GuidedMoELayer if case.experts == "te" else spec.func
+    layer: Layer = kind(config=config, submodules=submodules, layer_number=1).to(device)
+    if source is not None:
+        bind_experts(layer, LAYER, cast("Any", source))
     layer.train()
     layer.router.weight.data = layer.router.weight.data.bfloat16()
     layer.router.routing_map = routing_map(case, device)
@@ -195,9 +211,9 @@ def gradient(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class SameProduct(torch.nn.Module):
-    """TE's BF16 grouped product of given weights, rows padded as the recipe pads them."""
+    """TE's BF16 grouped product of given weights, rows padded where the recipe pads them."""
 
-    def __init__(self, weights: Sequence[torch.Tensor], fused_wgrad: bool) -> None:
+    def __init__(self, weights: Sequence[torch.Tensor], *, fused_wgrad: bool, padded: bool) -> None:
         super().__init__()
         out_features, in_features = weights[0].shape
         self.linear = te.GroupedLinear(
@@ -214,10 +230,13 @@ class SameProduct(torch.nn.Module):
             own.data.copy_(given)
             if fused_wgrad:
                 own.main_grad = torch.zeros_like(own, dtype=torch.float32)
+        self.padded = padded
         self.padding = te.Fp8Padding(len(weights), align_size=ALIGNMENT)
         self.unpadding = te.Fp8Unpadding(len(weights), align_size=ALIGNMENT)
 
     def forward(self, rows: torch.Tensor, splits: list[int]) -> torch.Tensor:
+        if not self.padded:
+            return self.linear(rows, splits)
         padded, padded_splits = self.padding(rows, splits)
         return self.unpadding(self.linear(padded, padded_splits), splits)
 
@@ -302,7 +321,7 @@ def run_reference(
     router_weight = layer.router.weight.detach().clone().requires_grad_()
     probs, chosen = torch.func.functional_call(layer.router, {"weight": router_weight}, (tokens,))
     probs.retain_grad()
-    of_sites = roundings.rounding(LAYER, Site.FC1, None), roundings.rounding(LAYER, Site.FC2, None)
+    of_sites = roundings.rounding(LAYER, Site.FC1), roundings.rounding(LAYER, Site.FC2)
     output = routed_experts(tokens, probs, chosen, products, of_sites)
     output.backward(output_gradient)
     return Outcome(
@@ -314,20 +333,28 @@ def run_reference(
     )
 
 
-def case_roundings(case: Case, tokens: torch.Tensor) -> RecordedRoundings:
-    """Gives the roundings of a case: fc1 by the hints of a noisy copy, fc2 to nearest."""
+def case_roundings(case: Case, layer: Layer, tokens: torch.Tensor) -> RecordedRoundings:
+    """Gives the roundings of a case, by the hints of noisy copies of fc1's and fc2's input."""
     source = RecordedRoundings()
     scale = static_scale(tokens)
-    if case.num_bits:
+
+    def recorded(values: torch.Tensor, scale: float) -> Rounding:
+        if not case.num_bits:
+            return Rounding(scale)
         has_hint = None
         if case.hint_share < 1:
-            has_hint = torch.rand(len(tokens), device=tokens.device) < case.hint_share
-        source.roundings[LAYER, Site.FC1] = recorded_rounding(
-            noisy(tokens), scale, num_bits=case.num_bits, has_hint=has_hint
-        )
-    else:
-        source.roundings[LAYER, Site.FC1] = Rounding(scale)
-    source.roundings[LAYER, Site.FC2] = Rounding(FC2_SCALE)
+            has_hint = torch.rand(len(values), device=values.device) < case.hint_share
+        return recorded_rounding(noisy(values), scale, num_bits=case.num_bits, has_hint=has_hint)
+
+    source.roundings[LAYER, Site.FC1] = recorded(tokens, scale)
+    weights = [quantised_weight(weight) for weight in expert_weights(layer)]
+    activation = expert_activations(
+        tokens,
+        layer.router.routing_map,
+        TorchProduct(weights[: len(weights) // 2]),
+        source.rounding(LAYER, Site.FC1),
+    )
+    source.roundings[LAYER, Site.FC2] = recorded(activation.detach(), FC2_SCALE)
     return source
 
 

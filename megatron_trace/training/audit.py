@@ -10,6 +10,7 @@ from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron_trace.models.hybrid import decoder_layers, named_expert_linears
 from megatron_trace.training.report import Tally
 from megatron_trace.training.shape import ModelShape, Place, place_name
+from megatron_trace.training.te_choice import FACTORIES
 
 QUANTISED_CONFIG_FIELDS = ("fp8", "fp4", "quant_recipe")
 
@@ -34,7 +35,8 @@ def foreign_quantisers(model: HybridModel) -> list[str]:
             found.append(f"parameter {name} ({type(parameter).__name__}, {parameter.dtype})")
     for name in QUANTISED_CONFIG_FIELDS:
         value = getattr(model.config, name, None)
-        if value is not None:
+        ours = name == "fp4" and model.config.fp4_quantizer_factory in FACTORIES
+        if value is not None and not ours:
             found.append(f"config.{name}={value}")
     return found
 

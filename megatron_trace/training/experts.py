@@ -17,6 +17,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from megatron_trace.hints.types import Site
+from megatron_trace.models.hybrid import expert_linears
 from megatron_trace.models.moe import DispatchInputMoELayer, UnweightedSequentialMLP
 from megatron_trace.training.dispatch import dispatch_rows
 from megatron_trace.training.products import quantised_product, weighted_product
@@ -51,7 +52,7 @@ class ExpertsPlace:
 
     sites: TraceSites
     layer: int
-    moe: GuidedMoELayer
+    moe: MoELayer
 
 
 @dataclass(frozen=True)
@@ -123,6 +124,22 @@ def _current_rows(place: ExpertPlace) -> ExpertRows:
         ) from None
 
 
+def bind_experts(moe: MoELayer, layer: int, sites: TraceSites) -> None:
+    """Tells a MoE layer, its experts and their linears where they stand.
+
+    Args:
+        moe: MoE layer of quantising modules, local or Transformer Engine's.
+        layer: Decoder layer of the checkpoint.
+        sites: What scopes hints and routing of the model.
+    """
+    parts: Any = moe
+    parts.place = MoEPlace(sites, layer)
+    parts.experts.place = ExpertsPlace(sites, layer, parts)
+    for expert, matrix, module in expert_linears(moe):
+        linear: Any = module
+        linear.place = ExpertPlace(sites, layer, expert, matrix, moe)
+
+
 class GuidedMoELayer(DispatchInputMoELayer):
     """Quantises each token once, before dispatch; router and shared experts read the original."""
 
@@ -191,6 +208,7 @@ class GuidedExperts(UnweightedSequentialMLP):
     def _rows_of_experts(self, splits: list[int], probs: torch.Tensor) -> list[ExpertRows]:
         assert self.place is not None, "checked by forward"
         sites, moe = self.place.sites, self.place.moe
+        assert isinstance(moe, GuidedMoELayer), "QUANTISING_MODULES go together"
         nothing: list[None] = [None] * len(splits)
         dispatcher: Any = moe.token_dispatcher
         slots = sites.dispatched_slots((self.place.layer, Site.FC2), dispatcher)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -24,7 +25,6 @@ from megatron_trace.models.hybrid import (
     build_hybrid_model,
     causal_mask,
     decoder_layers,
-    named_expert_linears,
 )
 from megatron_trace.training.attention import (
     AttentionPlace,
@@ -32,19 +32,23 @@ from megatron_trace.training.attention import (
     GuidedDotProductAttention,
 )
 from megatron_trace.training.experts import (
-    ExpertPlace,
-    ExpertsPlace,
     GuidedExperts,
     GuidedMoELayer,
-    MoEPlace,
     QuantisedWeightFc1,
     QuantisedWeightFc2,
+    bind_experts,
 )
 from megatron_trace.training.logprobs import target_logprobs, whole_samples
 from megatron_trace.training.micro_batch import MicroBatch
 from megatron_trace.training.routing import install_keyed_replay
 from megatron_trace.training.shape import model_shape
 from megatron_trace.training.sites import TraceSites
+from megatron_trace.training.te_choice import (
+    ExpertsKind,
+    chosen_experts,
+    require_runnable,
+    with_recipe,
+)
 
 QUANTISING_MODULES = HybridModules(
     moe_layer=GuidedMoELayer,
@@ -86,7 +90,7 @@ def build_trainer_model(
         dtype: dtype of parameters and computation, BF16 or FP32.
         attention: `sdpa` is torch's attention, the engine's arithmetic and bit-equal to it on some
             machines; `megatron` is Megatron's own `DotProductAttention`, which rounds elsewhere,
-            as a trainer's kernels do.
+            as a trainer's kernels do. The routed experts are those of `trace.experts`.
         rotary_percent: Share of the head dim that RoPE rotates.
         rotary_base: Base period of RoPE.
 
@@ -94,15 +98,22 @@ def build_trainer_model(
         ValueError: The configuration asks for something that would break agreement with the
             rollout or that this model does not support.
     """
-    config = _with_dtype(model_config, dtype)
-    _require_supported(config, trace)
+    experts = chosen_experts(model_config, trace)
+    config = with_recipe(_with_dtype(model_config, dtype), experts)
+    _require_supported(config, trace, experts)
+    require_runnable(config, trace, experts)
     _require_layout(config, trace, attention)
+    modules = _modules(trace, attention, experts)
+    if config.gradient_accumulation_fusion:
+        modules = dataclasses.replace(modules, experts=partial(modules.experts, fuse_wgrad=True))
+        # Megatron's own linears would need Apex for it.
+        config.gradient_accumulation_fusion = False
     model = build_hybrid_model(
         config,
         pattern=pattern,
         vocab_size=vocab_size,
         max_sequence_length=max_sequence_length,
-        modules=_modules(trace, attention),
+        modules=modules,
         rotary_percent=rotary_percent,
         rotary_base=rotary_base,
     )
@@ -177,11 +188,21 @@ def logprobs_of_logits(
     )
 
 
-def _modules(trace: TraceConfig, attention: TrainerAttention) -> HybridModules:
+def _modules(
+    trace: TraceConfig, attention: TrainerAttention, experts: ExpertsKind
+) -> HybridModules:
     if attention not in CORE_ATTENTION:
         raise ValueError(f"attention must be {' or '.join(CORE_ATTENTION)}; got {attention!r}")
     plain, guided = CORE_ATTENTION[attention]
-    modules = QUANTISING_MODULES if trace.quantises_experts else HybridModules()
+    quantising = trace.quantises_experts
+    if experts == "local":
+        modules = QUANTISING_MODULES if quantising else HybridModules()
+    else:
+        # Only here: Transformer Engine is no requirement.
+        from megatron_trace.training import te_specs
+
+        recipe = te_specs.TE_RECIPE_MODULES if experts == "te_recipe" else te_specs.TE_MODULES
+        modules = recipe if quantising else te_specs.PLAIN_TE_MODULES
     core_attention = guided if trace.quantises_kv else plain
     return dataclasses.replace(modules, core_attention=core_attention)
 
@@ -195,7 +216,7 @@ def _with_dtype(config: TransformerConfig, dtype: torch.dtype) -> TransformerCon
     return config
 
 
-def _require_supported(config: TransformerConfig, trace: TraceConfig) -> None:
+def _require_supported(config: TransformerConfig, trace: TraceConfig, experts: ExpertsKind) -> None:
     unsupported: dict[str, bool] = {
         "pipeline_model_parallel_size > 1": config.pipeline_model_parallel_size > 1,
         # The rollout has no dropout, drops no token and adds no noise.
@@ -206,10 +227,12 @@ def _require_supported(config: TransformerConfig, trace: TraceConfig) -> None:
         # The probability is applied after fc2.
         "moe_apply_probs_on_input": config.moe_apply_probs_on_input,
         "add_bias_linear": config.add_bias_linear,
+        # It adds into weight.main_grad, which a local quantised weight does not have.
+        "gradient_accumulation_fusion with experts=local": (
+            experts == "local" and config.gradient_accumulation_fusion
+        ),
     }
     if trace.method != "bf16":
-        # It adds into weight.main_grad, which a quantised weight does not have.
-        unsupported["gradient_accumulation_fusion"] = config.gradient_accumulation_fusion
         formats = FORMAT_SETS[trace.number_format]
         widths = [("kv_channels", formats.kv_cache)] if trace.quantises_kv else []
         if config.num_moe_experts is not None and trace.quantises_experts:
@@ -273,9 +296,4 @@ def _bind(model: HybridModel, sites: TraceSites) -> None:
             core_attention.place = AttentionPlace(sites, layer.index)
         if layer.moe is None or not sites.trace.quantises_experts:
             continue
-        moe: Any = layer.moe
-        moe.place = MoEPlace(sites, layer.index)
-        moe.experts.place = ExpertsPlace(sites, layer.index, moe)
-        for expert, matrix, module in named_expert_linears(layer):
-            linear: Any = module
-            linear.place = ExpertPlace(sites, layer.index, expert, matrix, moe)
+        bind_experts(layer.moe, layer.index, sites)

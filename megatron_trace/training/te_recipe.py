@@ -7,6 +7,11 @@ The factories give quantisers of ours for the routed experts' grouped linears an
 `IdentityQuantizer` (no quantisation) for everything else, gradients included: dgrad then uses the
 fake-quantised weight, wgrad the guided activation, and the gradient passes straight through.
 
+    factory                         input of the experts' linears    their weights      trainer
+    weight_fake_quantizer_factory   as it is, rounded before TE      fake-quantised     te
+    guided_fake_quantizer_factory   guided, rounded in TE            fake-quantised     te_recipe
+    guided_nvfp4_quantizer_factory  guided codes, native FP4         codes, native FP4  te_recipe
+
 Written for Transformer Engine 2.20, whose custom recipes are experimental. Factories are functions
 of a module because TE pickles the recipe by their name.
 """
@@ -19,7 +24,6 @@ from typing import Any
 
 # First: TE finds NCCL and cuBLAS among the libraries that torch has loaded.
 import torch
-import torch.distributed as dist
 from transformer_engine.common.recipe import CustomRecipe
 from transformer_engine.pytorch.constants import DType
 from transformer_engine.pytorch.quantization import QuantizerRole
@@ -31,19 +35,19 @@ from transformer_engine.pytorch.tensor import (
     NVFP4TensorStorage,
 )
 
-from megatron_trace.formats import (
-    E2M1_MAX,
-    E4M3_MAX,
-    encode,
-    global_scale_from_amax,
-    ops,
-    pack_codes,
-)
-from megatron_trace.training.te_rows import LinearCall, current_linear_call
+from megatron_trace.formats import E2M1_MAX, E4M3_MAX
+from megatron_trace.training.te_rows import current_linear_call
 
 # cuBLAS reads block scales in tiles of this shape.
 SCALE_TILE_ROWS = 128
 SCALE_TILE_COLUMNS = 4
+
+
+def weight_fake_quantizer_factory(role: QuantizerRole | None) -> Quantizer:
+    """Gives the quantiser of a role for operands whose activations are rounded before TE."""
+    if _routed_expert_tensor(role) == "weight":
+        return WeightFakeQuantizer()
+    return IdentityQuantizer()
 
 
 def guided_fake_quantizer_factory(role: QuantizerRole | None) -> Quantizer:
@@ -121,9 +125,10 @@ class GuidedFakeQuantizer(_FakeQuantizer):
 
 
 class WeightFakeQuantizer(_FakeQuantizer):
-    """Rounds an expert's weight to nearest: blocks of 1 x 16, no Hadamard, nothing stochastic.
+    """Gives an expert's weight as the engine holds it (`training.weights`).
 
-    The amax is that of the whole matrix, thus shared by gate and up, over all its shards.
+    That is, rounded to nearest in blocks of 1 x 16, no Hadamard, nothing stochastic, with one amax
+    for the whole matrix; quantised once per change of the parameter.
 
     Raises:
         LookupError: It is called outside of a TRACE grouped linear.
@@ -131,13 +136,7 @@ class WeightFakeQuantizer(_FakeQuantizer):
 
     def fake_quantised(self, tensor: torch.Tensor) -> torch.Tensor:
         """Gives the weight's values as the engine multiplies them."""
-        call = current_linear_call()
-        return ops.rtn(
-            tensor.detach(),
-            _weight_global_scale(tensor, call),
-            dtype=call.rounding.operand_dtype,
-            implementation=call.rounding.implementation,
-        )
+        return current_linear_call().weight(tensor).values
 
 
 class _CodesQuantizer(Quantizer):
@@ -218,10 +217,9 @@ class WeightNVFP4Quantizer(_CodesQuantizer):
 
     def codes(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Gives the weight's codes, rounded to nearest."""
-        weight = tensor.detach()
-        global_scale = _weight_global_scale(weight, current_linear_call())
-        codes, scale_bytes = encode(weight, global_scale)
-        return pack_codes(codes), scale_bytes, global_scale
+        weight = current_linear_call().weight(tensor)
+        assert weight.global_scale is not None, "te_choice refuses formats without one"
+        return weight.packed_codes, weight.scale_bytes, weight.global_scale
 
 
 def tiled_scales(scale_bytes: torch.Tensor) -> torch.Tensor:
@@ -240,10 +238,3 @@ def tiled_scales(scale_bytes: torch.Tensor) -> torch.Tensor:
     )
     tiled[:rows, :columns] = scale_bytes
     return tiled
-
-
-def _weight_global_scale(weight: torch.Tensor, call: LinearCall) -> torch.Tensor:
-    amax = weight.detach().abs().amax().float()
-    if call.amax_group is not None and call.amax_group.size() > 1:
-        dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=call.amax_group)
-    return global_scale_from_amax(amax, call.rounding.power_of_two_scales)

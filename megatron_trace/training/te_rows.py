@@ -12,16 +12,16 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 
 from megatron_trace.formats import NVFP4
-from megatron_trace.hints.types import Site
 from megatron_trace.training.rounding import Rounding, RowMove
+from megatron_trace.training.slots import SlotRows
+from megatron_trace.training.weights import QuantisedWeight
 
 
 def moved(rounding: Rounding, move: RowMove) -> Rounding:
@@ -36,46 +36,19 @@ def moved(rounding: Rounding, move: RowMove) -> Rounding:
     return replace(rounding, hint=rounding.hint.moved(move))
 
 
-class RoundingSource(Protocol):
-    """Where MoE layers ask, at every forward, how their operands are rounded.
-
-    It must give the same answer when asked again for the same micro-batch, and from any thread:
-    recomputation asks a second time, on a GPU from autograd's own thread, where context variables
-    of the training loop are not set.
-    """
-
-    def rounding(self, layer: int, site: Site, values: torch.Tensor | None) -> Rounding:
-        """Gives the rounding of one operand.
-
-        Args:
-            layer: Decoder layer of the checkpoint.
-            site: fc1 or fc2.
-            values: For fc1 the routed input [tokens, K] before dispatch, whose rows the hints
-                follow; None for fc2, which is not guided here.
-
-        Raises:
-            LookupError: The place is guided, and its hints are missing.
-        """
-        ...
-
-    def count_call(self, layer: int, site: Site) -> None:
-        """Notes that the quantiser of a place ran once more."""
-        ...
-
-
 @dataclass(frozen=True)
 class ExpertCall:
     """One forward of the routed experts of one layer.
 
     Attributes:
-        rounding: From a site to the rounding of its dispatched, unpadded rows.
-        count_call: Told the site whose quantiser ran.
-        splits: Rows of each local expert before padding; None outside of the experts' forward.
+        splits: Rows of each local expert, before padding.
+        fc1: Rounding of the N dispatched rows; None if they were rounded before dispatch.
+        slots: What is known of the rows at fc2.
     """
 
-    rounding: Callable[[Site], Rounding]
-    count_call: Callable[[Site], None]
-    splits: tuple[int, ...] | None = None
+    splits: tuple[int, ...]
+    fc1: Rounding | None
+    slots: SlotRows | None
 
 
 class LinearCall:
@@ -84,36 +57,55 @@ class LinearCall:
     Args:
         name: Name of the linear, for messages.
         values: float [P, K], contiguous; the input that TE splits by expert.
-        rounding: Rounding of the P rows.
-        amax_group: Ranks that share each expert's weight; None if they are whole.
-        on_quantised: Called when the input is quantised.
+        rounding: Rounding of the P rows; None if TE is not to round them.
+        weights: Each expert's parameter with its quantised form.
     """
 
     def __init__(
         self,
         name: str,
         values: torch.Tensor,
-        rounding: Rounding,
-        *,
-        amax_group: torch.distributed.ProcessGroup | None = None,
-        on_quantised: Callable[[], None] = lambda: None,
+        rounding: Rounding | None,
+        weights: Iterable[tuple[torch.Tensor, QuantisedWeight]] = (),
     ) -> None:
         if values.dim() != 2 or not values.is_contiguous():
             raise ValueError(
                 f"{name}: the input must be contiguous [rows, values]; got {tuple(values.shape)} "
                 f"with strides {values.stride()}"
             )
-        if rounding.number_format is not NVFP4:
-            raise ValueError(
-                f"{name}: Transformer Engine's experts quantise to nvfp4 only; got "
-                f"{rounding.number_format.name}; choose number_format=nvfp4 or the local experts"
-            )
         self.name = name
         self.values = values.detach()
-        self.rounding = rounding
-        self.amax_group = amax_group
         self.was_quantised = False
-        self._on_quantised = on_quantised
+        self._rounding = rounding
+        self._weights = {weight.data_ptr(): quantised for weight, quantised in weights}
+
+    @property
+    def rounding(self) -> Rounding:
+        """Rounding of the P rows.
+
+        Raises:
+            RuntimeError: TE is not to round them.
+        """
+        if self._rounding is None:
+            raise RuntimeError(
+                f"{self.name}: the input is rounded already, so TE must not quantise it; with "
+                "experts=te the recipe is that of weight_fake_quantizer_factory"
+            )
+        return self._rounding
+
+    def weight(self, weight: torch.Tensor) -> QuantisedWeight:
+        """Gives the quantised form of one expert's parameter.
+
+        Raises:
+            RuntimeError: It is no weight of this linear.
+        """
+        try:
+            return self._weights[weight.data_ptr()]
+        except KeyError:
+            raise RuntimeError(
+                f"{self.name}: the quantiser got a weight {tuple(weight.shape)} that is none of "
+                "the linear's; TE must not cast or copy weights before it quantises them"
+            ) from None
 
     def quantised(self, part: torch.Tensor) -> torch.Tensor:
         """Gives the fake-quantised rows of one expert; all rows are rounded at the first call.
@@ -124,7 +116,17 @@ class LinearCall:
         return self._quantised[self.rows_of(part)]
 
     def codes(self, part: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Gives packed codes [rows, K / 2] and block scales [rows, B] of one expert's rows."""
+        """Gives packed codes [rows, K / 2] and block scales [rows, B] of one expert's rows.
+
+        Raises:
+            ValueError: The format is not NVFP4, whose products TE has.
+        """
+        number_format = self.rounding.number_format
+        if number_format is not NVFP4:
+            raise ValueError(
+                f"{self.name}: native products are of nvfp4 only; got {number_format.name}; choose "
+                "number_format=nvfp4 or another quantiser factory"
+            )
         rows = self.rows_of(part)
         codes, scale_bytes = self._codes
         return codes[rows], scale_bytes[rows]
@@ -142,7 +144,6 @@ class LinearCall:
 
     def _note(self) -> None:
         self.was_quantised = True
-        self._on_quantised()
 
     def rows_of(self, part: torch.Tensor) -> slice:
         """Gives which rows of the input an expert's part is.
@@ -258,8 +259,8 @@ def current_expert_call() -> ExpertCall:
         return _EXPERT_CALL.get()
     except LookupError:
         raise LookupError(
-            "no rounding is set for the routed experts: they must be called by a TraceTEMoELayer "
-            "that is attached to a RoundingSource"
+            "no rounding is set for the routed experts: a grouped linear of TRACE must be called "
+            "by its TraceTEGroupedMLP"
         ) from None
 
 

@@ -1,24 +1,25 @@
 """Routed experts on Transformer Engine's grouped linears, rounded by the rollout's hints.
 
-    class                                what it adds to Megatron's
-    TraceTEMoELayer                      asks for the rounding before dispatch, sends hints along
-    TraceTEGroupedMLP                    applies the router's probability after fc2
-    TraceTE{Column,Row}ParallelGroupedLinear  tell the quantiser (te_recipe) which call is running
+    experts=te         GuidedMoELayer rounds each token once before dispatch, and the linears round
+                       fc2's input before TE multiplies it; TE's recipe only quantises weights
+    experts=te_recipe  TraceTEMoELayer sends the tokens' hints after them, and TE's own quantisers
+                       round what each linear gets, as a native FP4 product needs it
 
-Hints follow the rows. The default trainer rounds each token once before dispatch; here the recipe's
-own quantiser rounds the dispatched rows inside TE, as a native FP4 product needs it. Rounding is
-row by row, so both give the same bits; this way costs top-k times the rounding and, with expert
-parallelism, a second all-to-all of 1.5 bit per value.
+Rounding is row by row, so both give the same bits; the second way costs top-k times the rounding,
+padding to multiples of 128 rows, and with expert parallelism a second all-to-all of 1.5 bit per
+value. In both the router's probability is applied after fc2 (`TraceTEGroupedMLP`), and each weight
+is quantised once per change (`training.weights`), never by TE's own weight cache.
 
-Legend: S positions, B sequences, H hidden size, N dispatched rows, E local experts.
+Legend: S positions, B sequences, H hidden size, N dispatched rows, P of them after padding, E local
+experts, K values of a row.
 """
 
 # pyright: reportMissingImports=false
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -29,35 +30,34 @@ from megatron.core.extensions.transformer_engine import (
 )
 from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec_for_backend
-from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe.experts import GroupedMLPSubmodules, TEGroupedMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
+from transformer_engine.common.recipe import CustomRecipe
+from transformer_engine.pytorch import autocast
 
+from megatron_trace.formats import ops
 from megatron_trace.hints.types import Site
-from megatron_trace.models.hybrid import HybridModules, decoder_layers
+from megatron_trace.models.hybrid import HybridModules
+from megatron_trace.models.moe import DispatchInputMoELayer
 from megatron_trace.training import te_recipe
 from megatron_trace.training.dispatch import dispatch_rows
+from megatron_trace.training.experts import ExpertPlace, ExpertsPlace, GuidedMoELayer, MoEPlace
 from megatron_trace.training.rounding import Rounding
+from megatron_trace.training.te_choice import FACTORIES
 from megatron_trace.training.te_rows import (
     ExpertCall,
     LinearCall,
-    RoundingSource,
     current_expert_call,
     expert_call,
     linear_call,
     moved,
     pad_rows,
+    padded_positions,
 )
+from megatron_trace.training.weights import QuantisedWeight, current_weights, shared_amax
 
-FACTORIES = tuple(
-    f"{te_recipe.__name__}.{factory.__name__}"
-    for factory in (
-        te_recipe.guided_fake_quantizer_factory,
-        te_recipe.guided_nvfp4_quantizer_factory,
-    )
-)
-
+_WEIGHTS_ONLY = CustomRecipe(qfactory=te_recipe.weight_fake_quantizer_factory)
 
 # Megatron's class, which follows in the bases of the classes below.
 _GroupedLinear: Any = object
@@ -68,7 +68,8 @@ class _TraceGroupedLinear(_GroupedLinear):
 
     Attributes:
         site: Site of the linear's input.
-        name: Name in TE's quantiser roles; Megatron does not pass it on.
+        places: Where each local expert stands; None in a layer that stays plain.
+        name: Name in TE's quantiser roles and in messages; Megatron does not pass it on.
     """
 
     site: ClassVar[Site]
@@ -76,8 +77,9 @@ class _TraceGroupedLinear(_GroupedLinear):
     def __init__(self, *args: Any, name: str | None = None, **kwargs: Any) -> None:
         super().__init__(*args, name=name, **kwargs)
         self.name = name or f"experts.linear_{self.site}"
-        # Requantise at every forward; `attach` with cache_weights says otherwise.
+        # TE's cache trusts `is_first_microbatch`; ours compares the bits (`training.weights`).
         self.disable_parameter_transpose_cache = True
+        self.places: list[ExpertPlace | None] = [None] * self.num_gemms
 
     def forward(
         self, x: torch.Tensor, m_splits: Sequence[int]
@@ -89,31 +91,61 @@ class _TraceGroupedLinear(_GroupedLinear):
             m_splits: Rows of each local expert, padding included.
 
         Raises:
-            LookupError: No call of the experts is running, or a guided place has no hints.
+            LookupError: No call of the experts is running.
             RuntimeError: TE did not quantise the input.
         """
-        experts = current_expert_call()
-        assert experts.splits is not None, "TraceTEGroupedMLP sets the splits"
-        splits, padded_splits = experts.splits, [int(rows) for rows in m_splits]
-        rounding = moved(
-            experts.rounding(self.site), lambda rows: pad_rows(rows, splits, padded_splits)
-        )
+        places = [place for place in self.places if place is not None]
+        if not places:
+            return super().forward(x, m_splits)
         x = x.contiguous()
-        call = LinearCall(
-            self.name,
-            x,
-            rounding,
-            amax_group=self._tp_group,
-            on_quantised=partial(experts.count_call, self.site),
-        )
-        with linear_call(call):
+        call = current_expert_call()
+        if self.config.fp4 is None:
+            return self._rounded_before(x, m_splits, call, places)
+        return self._rounded_inside(x, m_splits, call, places)
+
+    def _rounded_before(
+        self, x: torch.Tensor, m_splits: Sequence[int], call: ExpertCall, places: list[ExpertPlace]
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if self.site is Site.FC2:
+            rounding = _slot_rounding(x, call, places)
+            x = ops.straight_through(x, rounding.quantised(x).to(x.dtype))
+        linear = LinearCall(self.name, x, None, self._quantised_weights(places))
+        with linear_call(linear), autocast(enabled=True, recipe=_WEIGHTS_ONLY):
+            return super().forward(x, m_splits)
+
+    def _rounded_inside(
+        self, x: torch.Tensor, m_splits: Sequence[int], call: ExpertCall, places: list[ExpertPlace]
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        splits = call.splits, [int(rows) for rows in m_splits]
+        if self.site is Site.FC2:
+            rows = padded_positions(*splits).to(x.device)
+            rounding = _slot_rounding(x.detach()[rows], call, places)
+        else:
+            assert call.fc1 is not None, "TraceTEMoELayer asks for the tokens' rounding"
+            rounding = call.fc1
+            places[0].sites.count_call(places[0].layer, self.site)
+        rounding = moved(rounding, lambda rows: pad_rows(rows, *splits))
+        linear = LinearCall(self.name, x, rounding, self._quantised_weights(places))
+        with linear_call(linear):
             output = super().forward(x, m_splits)
-        if not call.was_quantised:
+        if not linear.was_quantised:
             raise RuntimeError(
                 f"{self.name}: Transformer Engine did not call the guided quantiser; run the layer "
                 f"inside Megatron's FP4 context with fp4_quantizer_factory one of {FACTORIES}"
             )
         return output
+
+    def _quantised_weights(
+        self, places: list[ExpertPlace]
+    ) -> list[tuple[torch.Tensor, QuantisedWeight]]:
+        weights = [getattr(self, f"weight{index}") for index in range(self.num_gemms)]
+        sites = places[0].sites
+        amax = shared_amax(weights, self._tp_group)
+        forms = [place.weight for place in places]
+        known = current_weights(forms, weights, sites.weight_rule, amax)
+        for place, (_, fresh) in zip(places, known, strict=True):
+            sites.count_weight((place.layer, place.expert, place.matrix), fresh=fresh)
+        return [(weight, form) for weight, (form, _) in zip(weights, known, strict=True)]
 
     def get_extra_state(self) -> torch.Tensor:
         """Gives no state: the recipe has none, and Megatron's unpickler refuses CustomRecipe."""
@@ -127,22 +159,48 @@ class TraceTEColumnParallelGroupedLinear(_TraceGroupedLinear, TEColumnParallelGr
 
 
 class TraceTERowParallelGroupedLinear(_TraceGroupedLinear, TERowParallelGroupedLinear):
-    """fc2 of the routed experts: its input, the unweighted activation, is rounded to nearest."""
+    """fc2 of the routed experts: its input, the unweighted activation, is guided by slot hints."""
 
     site = Site.FC2
 
 
-class TraceTEGroupedMLP(TEGroupedMLP):
+def _slot_rounding(x: torch.Tensor, call: ExpertCall, places: list[ExpertPlace]) -> Rounding:
+    """Gives the rounding of fc2's unpadded input [N, K]."""
+
+    def origin(row: int) -> tuple[int, int | None]:
+        for place, rows in zip(places, call.splits, strict=True):
+            if row < rows:
+                return place.row_origin(row)
+            row -= rows
+        raise AssertionError("a row belongs to some expert")
+
+    sites, layer = places[0].sites, places[0].layer
+    return sites.slot_rounding(x.detach(), (layer, Site.FC2), call.slots, origin)
+
+
+class UnweightedTEGroupedMLP(TEGroupedMLP):
     """Megatron's TE experts, with the router's probability applied after fc2.
 
-    Raises:
-        ValueError: The configuration would bypass the guided quantisers.
+    Args:
+        num_local_experts: E.
+        config: Model configuration.
+        fuse_wgrad: Whether the experts' weight gradients are added to `main_grad` by the product
+            itself, also where Megatron's own linears cannot for want of Apex.
+        *args: As Megatron's class.
+        **kwargs: As Megatron's class.
     """
 
     def __init__(
-        self, num_local_experts: int, config: TransformerConfig, *args: Any, **kwargs: Any
-    ):
-        _require_guided_recipe(config)
+        self,
+        num_local_experts: int,
+        config: TransformerConfig,
+        *args: Any,
+        fuse_wgrad: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        if fuse_wgrad:
+            config = copy.copy(config)
+            config.gradient_accumulation_fusion = True
         super().__init__(num_local_experts, config, *args, **kwargs)
 
     def forward(
@@ -165,26 +223,82 @@ class TraceTEGroupedMLP(TEGroupedMLP):
         Returns:
             [N, H] in the input's dtype, and no bias.
         """
-        splits = tuple(tokens_per_expert.tolist())
-        with expert_call(replace(current_expert_call(), splits=splits)):
-            # Megatron multiplies fc2's input by what it is given: by one, which is exact.
-            output, bias = super().forward(
-                permuted_local_hidden_states,
-                tokens_per_expert,
-                torch.ones_like(permuted_probs),
-                output_buffer,
-                grad_input_buffer,
-            )
+        # Megatron multiplies fc2's input by what it is given: by one, which is exact.
+        output, bias = super().forward(
+            permuted_local_hidden_states,
+            tokens_per_expert,
+            torch.ones_like(permuted_probs),
+            output_buffer,
+            grad_input_buffer,
+        )
         assert bias is None, "TEGroupedMLP adds fc2's bias itself"
         return (output * permuted_probs.unsqueeze(-1)).to(output.dtype), None
 
 
+class TraceTEGroupedMLP(UnweightedTEGroupedMLP):
+    """TE experts that tell their linears which hints their rows have.
+
+    Raises:
+        ValueError: The configuration would bypass the guided quantisers.
+    """
+
+    place: ExpertsPlace | None = None
+
+    def __init__(
+        self, num_local_experts: int, config: TransformerConfig, *args: Any, **kwargs: Any
+    ) -> None:
+        _require_guidable(config)
+        super().__init__(num_local_experts, config, *args, **kwargs)
+
+    def forward(
+        self,
+        permuted_local_hidden_states: torch.Tensor,
+        tokens_per_expert: torch.Tensor,
+        permuted_probs: torch.Tensor,
+        output_buffer: torch.Tensor | None = None,
+        grad_input_buffer: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, None]:
+        """Gives the weighted outputs of the local experts, see `UnweightedTEGroupedMLP`.
+
+        Raises:
+            LookupError: The recipe quantises, and the layer has no source of hints.
+        """
+        buffers = output_buffer, grad_input_buffer
+        inputs = permuted_local_hidden_states, tokens_per_expert, permuted_probs, *buffers
+        if self.place is None:
+            if self.config.fp4 is not None:
+                raise LookupError(_UNBOUND)
+            return super().forward(*inputs)
+        with expert_call(self._call(tokens_per_expert, self.place)):
+            return super().forward(*inputs)
+
+    def _call(self, tokens_per_expert: torch.Tensor, place: ExpertsPlace) -> ExpertCall:
+        moe: Any = place.moe
+        dispatcher = moe.token_dispatcher
+        fc1 = None
+        if isinstance(moe, TraceTEMoELayer):
+            assert moe.token_rounding is not None, "preprocess asks for the tokens' rounding"
+            fc1 = moved(moe.token_rounding, partial(dispatch_rows, dispatcher))
+        slots = place.sites.dispatched_slots((place.layer, Site.FC2), dispatcher)
+        return ExpertCall(tuple(tokens_per_expert.tolist()), fc1, slots)
+
+
+_UNBOUND = (
+    "a MoE layer whose FP4 recipe is TRACE's has no source of hints; build the model by "
+    "build_trainer_model, or call bind_experts (training/experts.py) on the layer. The prediction "
+    "layers of MTP cannot have one: use experts=te with them"
+)
+
+
 class TraceTEMoELayer(MoELayer):
-    """MoE layer whose routed experts are a `TraceTEGroupedMLP`; `attach` it before its use.
+    """MoE layer whose routed input is rounded inside TE, as its recipe's quantisers do.
 
     Raises:
         ValueError: A feature is configured through which hints cannot follow tokens.
     """
+
+    place: MoEPlace | None = None
+    token_rounding: Rounding | None = None
 
     def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
         for name, present in {
@@ -200,65 +314,25 @@ class TraceTEMoELayer(MoELayer):
                     "their experts; switch it off"
                 )
         super().__init__(config, *args, **kwargs)
-        self._source: RoundingSource | None = None
-        self._decoder_layer = -1
-        self._token_rounding: Rounding | None = None
-
-    def attach(
-        self, source: RoundingSource, decoder_layer: int, *, cache_weights: bool = False
-    ) -> None:
-        """Sets where this layer asks for its rounding.
-
-        Args:
-            source: Gives the rounding of the current micro-batch.
-            decoder_layer: Decoder layer of the checkpoint, from 0.
-            cache_weights: Whether quantised weights are kept until `set_is_first_microbatch` is
-                called on the model, as Megatron's schedules do before each step's first
-                micro-batch. A loop that does not call it would train on stale weights.
-        """
-        self._source = source
-        self._decoder_layer = decoder_layer
-        experts: Any = self.experts
-        for linear in (experts.linear_fc1, experts.linear_fc2):
-            linear.disable_parameter_transpose_cache = not cache_weights
-            linear.name = f"decoder.layers.{decoder_layer}.experts.linear_{linear.site}"
 
     def preprocess(
         self, hidden_states: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Prepares the dispatch, and asks how the tokens [S, B, H] are rounded."""
+        if self.place is None:
+            raise LookupError(_UNBOUND)
         tokens = hidden_states.detach().reshape(-1, hidden_states.shape[-1])
-        source = self._attached_source()
-        self._token_rounding = source.rounding(self._decoder_layer, Site.FC1, tokens)
+        self.token_rounding = self.place.sites.rounding(self.place.layer, Site.FC1, tokens)
         return super().preprocess(hidden_states, probs, routing_map)
 
     def routed_experts_compute(
         self, hidden_states: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, None]:
         """Computes the routed experts, each row rounded by its token's hint."""
-        source = self._attached_source()
-        call = ExpertCall(
-            self._dispatched_rounding, partial(source.count_call, self._decoder_layer)
-        )
-        with expert_call(call):
-            output = super().routed_experts_compute(hidden_states, probs)
-        self._token_rounding = None
-        return output
-
-    def _dispatched_rounding(self, site: Site) -> Rounding:
-        if site is Site.FC2:
-            return self._attached_source().rounding(self._decoder_layer, Site.FC2, None)
-        assert self._token_rounding is not None, "preprocess asks for the tokens' rounding"
-        assert self.token_dispatcher is not None, "MoELayer builds it"
-        return moved(self._token_rounding, partial(dispatch_rows, self.token_dispatcher))
-
-    def _attached_source(self) -> RoundingSource:
-        if self._source is None:
-            raise LookupError(
-                f"MoE layer {self.layer_number} has no source of hints; call attach, or "
-                "attach_rounding_source on its model"
-            )
-        return self._source
+        try:
+            return super().routed_experts_compute(hidden_states, probs)
+        finally:
+            self.token_rounding = None
 
 
 class TraceTESpecProvider(TESpecProvider):
@@ -282,17 +356,29 @@ class TraceTESpecProvider(TESpecProvider):
         )
 
 
-# The same modules for `models.hybrid.build_hybrid_model`.
-TE_HYBRID_MODULES = HybridModules(
+# The modules of `models.hybrid.build_hybrid_model`: experts=te, te_recipe, and te of method bf16.
+TE_MODULES = HybridModules(
+    moe_layer=GuidedMoELayer,
+    experts=TraceTEGroupedMLP,
+    expert_fc1=TraceTEColumnParallelGroupedLinear,
+    expert_fc2=TraceTERowParallelGroupedLinear,
+)
+TE_RECIPE_MODULES = HybridModules(
     moe_layer=TraceTEMoELayer,
     experts=TraceTEGroupedMLP,
     expert_fc1=TraceTEColumnParallelGroupedLinear,
     expert_fc2=TraceTERowParallelGroupedLinear,
 )
+PLAIN_TE_MODULES = HybridModules(
+    moe_layer=DispatchInputMoELayer,
+    experts=UnweightedTEGroupedMLP,
+    expert_fc1=TEColumnParallelGroupedLinear,
+    expert_fc2=TERowParallelGroupedLinear,
+)
 
 
 def trace_te_moe_spec(*, num_experts: int) -> partial[TraceTEMoELayer]:
-    """Gives the builder of a MoE layer for the `mlp` of a layer spec.
+    """Gives the builder of a MoE layer for the `mlp` of a layer spec (experts=te_recipe).
 
     Args:
         num_experts: Routed experts of the layer.
@@ -303,31 +389,16 @@ def trace_te_moe_spec(*, num_experts: int) -> partial[TraceTEMoELayer]:
     return partial(TraceTEMoELayer, **spec.keywords)
 
 
-def attach_rounding_source(
-    model: HybridModel, source: RoundingSource, *, cache_weights: bool = False
-) -> None:
-    """Attaches every `TraceTEMoELayer` of a model, by its decoder layer.
-
-    Args:
-        model: Model built from `TE_HYBRID_MODULES`.
-        source: Gives the rounding of the current micro-batch.
-        cache_weights: As in `TraceTEMoELayer.attach`.
-    """
-    for layer in decoder_layers(model):
-        if layer.moe is not None:
-            assert isinstance(layer.moe, TraceTEMoELayer), "the model has MoE layers of its own"
-            layer.moe.attach(source, layer.index, cache_weights=cache_weights)
-
-
-def _require_guided_recipe(config: TransformerConfig) -> None:
+def _require_guidable(config: TransformerConfig) -> None:
     factory = config.fp4_quantizer_factory
-    if not config.fp4 or config.fp4_recipe != "custom" or factory not in FACTORIES:
+    if config.fp4 is not None and (config.fp4_recipe != "custom" or factory not in FACTORIES):
         raise ValueError(
-            "the TE experts of TRACE need fp4='e2m1', fp4_recipe='custom' and "
+            "the TE experts of TRACE need fp4=None, or fp4='e2m1', fp4_recipe='custom' and "
             f"fp4_quantizer_factory one of {FACTORIES}; got fp4={config.fp4!r}, "
             f"fp4_recipe={config.fp4_recipe!r}, fp4_quantizer_factory={factory!r}"
         )
     for name, present in {
+        "fp8": config.fp8 is not None,
         "use_transformer_engine_op_fuser": config.use_transformer_engine_op_fuser,
         "moe_apply_probs_on_input": config.moe_apply_probs_on_input,
         "fp4_param": config.fp4_param,

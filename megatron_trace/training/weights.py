@@ -133,17 +133,61 @@ class ExpertWeight:
             rule: How the engine quantises weights.
             amax: FP32 0-d; that of the whole matrix if this is a shard.
         """
+        return current_weights([self], [weight], rule, [amax])[0]
+
+    def has_changed(
+        self, weight: torch.Tensor, rule: WeightRule, amax: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        """Gives whether bits or amax differ from those quantised, bool 0-d on the weight's device.
+
+        None if nothing was quantised in this way there.
+        """
         known = self._quantised
         if (
-            known is not None
-            and known.rule == rule
-            and _equal(known.amax, amax)
-            and known.source_bits.device == weight.device
-            and torch.equal(known.source_bits, weight.detach().to(torch.bfloat16).view(torch.int16))
+            known is None
+            or known.rule != rule
+            or known.source_bits.device != weight.device
+            or (known.amax is None) != (amax is None)
         ):
-            return known, False
-        self._quantised = quantise_weight(weight, rule, amax)
-        return self._quantised, True
+            return None
+        bits = weight.detach().to(torch.bfloat16).view(torch.int16)
+        changed = (known.source_bits != bits).any()
+        return changed if amax is None else changed | (known.amax != amax)
+
+    def quantised(
+        self, weight: torch.Tensor, rule: WeightRule, amax: torch.Tensor | None, *, anew: bool
+    ) -> QuantisedWeight:
+        """Gives the quantised weight; `anew` quantises it again."""
+        if anew or self._quantised is None:
+            self._quantised = quantise_weight(weight, rule, amax)
+        return self._quantised
+
+
+def current_weights(
+    known: Sequence[ExpertWeight],
+    weights: Sequence[torch.Tensor],
+    rule: WeightRule,
+    amax: Sequence[torch.Tensor | None],
+) -> list[tuple[QuantisedWeight, bool]]:
+    """Gives several quantised weights, and whether each had to be quantised now.
+
+    Asks the device for all of them at once: each answer that the host waits for stops the queue.
+
+    Args:
+        known: Quantised forms of the matrices, as far as they are known.
+        weights: float [rows, K] each.
+        rule: How the engine quantises weights.
+        amax: FP32 0-d each; that of the whole matrix where the weight is a shard.
+    """
+    parts = list(zip(known, weights, amax, strict=True))
+    changed = [form.has_changed(weight, rule, whole) for form, weight, whole in parts]
+    asked = [flag for flag in changed if flag is not None]
+    answers = iter(torch.stack(asked).tolist() if asked else ())
+    stale = [True if flag is None else next(answers) for flag in changed]
+    return [
+        (form.quantised(weight, rule, whole, anew=anew), anew)
+        for (form, weight, whole), anew in zip(parts, stale, strict=True)
+    ]
 
 
 def expert_weight_digest(model: HybridModel, sites: TraceSites) -> str:
@@ -214,12 +258,6 @@ def _whole_matrix(
             half for halves in zip(*(s.chunk(2) for s in shards), strict=True) for half in halves
         ]
     return torch.cat(shards)
-
-
-def _equal(first: torch.Tensor | None, second: torch.Tensor | None) -> bool:
-    if first is None or second is None:
-        return first is second
-    return torch.equal(first, second)
 
 
 def _sum_over_ranks(value: int, group: dist.ProcessGroup) -> int:

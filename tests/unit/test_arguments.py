@@ -26,6 +26,7 @@ EVERY_FLAG = """
     --trace-diagnostic-share 0.25
     --trace-power-of-two-scales
     --trace-save-packed-activations
+    --trace-experts te
     --trace-implementation torch
 """
 EVERY_FIELD_CHANGED = TraceConfig(
@@ -43,6 +44,7 @@ EVERY_FIELD_CHANGED = TraceConfig(
     diagnostic_share=0.25,
     power_of_two_scales=True,
     save_packed_activations=True,
+    experts="te",
     implementation="torch",
 )
 

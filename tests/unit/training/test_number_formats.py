@@ -107,10 +107,13 @@ def test_a_width_that_is_not_whole_blocks_is_refused_by_name(build, number_forma
 
 
 @pytest.mark.parametrize("number_format", [NVFP4_4OVER6, MXFP4, MXFP8])
-def test_transformer_engines_experts_refuse_other_formats(number_format):
+def test_transformer_engines_native_products_refuse_other_formats(number_format):
     scale = 1.0 if number_format.has_global_scale else None
-    with pytest.raises(ValueError, match=f"to nvfp4 only; got {number_format.name}"):
-        LinearCall("fc1", torch.zeros(2, 32), Rounding(scale, number_format=number_format))
+    values = torch.zeros(2, 32)
+    call = LinearCall("fc1", values, Rounding(scale, number_format=number_format))
+    assert torch.equal(call.quantised(values), values)
+    with pytest.raises(ValueError, match=f"of nvfp4 only; got {number_format.name}"):
+        call.codes(values)
 
 
 def test_the_guards_thresholds_are_the_formats_unless_set():

@@ -39,6 +39,7 @@ from megatron_trace.training.te_recipe import (
     guided_fake_quantizer_factory,
     guided_nvfp4_quantizer_factory,
     tiled_scales,
+    weight_fake_quantizer_factory,
 )
 from megatron_trace.training.te_rows import LinearCall, linear_call
 from megatron_trace.training.weights import WeightRule, quantise_weight
@@ -48,7 +49,17 @@ K = 48
 SCALE = 2.0**-9
 INPUT = QuantizerRole("grouped_linear", "input", "experts.linear_fc1")
 WEIGHT = QuantizerRole("grouped_linear", "weight", "experts.linear_fc1")
-FACTORIES = (guided_fake_quantizer_factory, guided_nvfp4_quantizer_factory)
+FACTORIES = (
+    weight_fake_quantizer_factory,
+    guided_fake_quantizer_factory,
+    guided_nvfp4_quantizer_factory,
+)
+RULE = WeightRule(torch.bfloat16, power_of_two_scales=False)
+
+
+def _call_with(values: torch.Tensor, *weights: torch.Tensor) -> LinearCall:
+    forms = [quantise_weight(weight, RULE) for weight in weights]
+    return LinearCall("fc1", values, Rounding(SCALE), zip(weights, forms, strict=True))
 
 
 @pytest.fixture
@@ -96,20 +107,19 @@ def test_a_copy_keeps_its_kind_and_flags(kind) -> None:
 
 
 def test_weights_are_rounded_like_the_trainers(values, weight) -> None:
-    with linear_call(LinearCall("fc1", values, Rounding(SCALE))):
+    with linear_call(_call_with(values, weight)):
         held = WeightFakeQuantizer()(weight).dequantize()
-    assert torch.equal(
-        held, quantise_weight(weight, WeightRule(torch.bfloat16, power_of_two_scales=False)).values
-    )
+    assert torch.equal(held, quantise_weight(weight, RULE).values)
     assert torch.equal(held, quantised_weight(weight))
 
 
 def test_a_cached_weight_is_updated_to_the_quantised_new_one(values, weight) -> None:
-    with linear_call(LinearCall("fc1", values, Rounding(SCALE))):
+    changed = 2.5 * weight
+    with linear_call(_call_with(values, weight, changed)):
         cached = WeightFakeQuantizer()(weight)
         assert isinstance(cached, IdentityTensor)
-        cached.quantize_(2.5 * weight)
-    assert torch.equal(cached.dequantize(), quantised_weight(2.5 * weight))
+        cached.quantize_(changed)
+    assert torch.equal(cached.dequantize(), quantised_weight(changed))
 
 
 def test_nvfp4_parts_decode_to_the_guided_values(values, rounding) -> None:
@@ -131,10 +141,11 @@ def test_nvfp4_parts_decode_to_the_guided_values(values, rounding) -> None:
 
 
 def test_an_nvfp4_weight_holds_the_trainers_codes(values, weight) -> None:
-    expected = quantise_weight(2.0 * weight, WeightRule(torch.bfloat16, power_of_two_scales=False))
-    with linear_call(LinearCall("fc1", values, Rounding(SCALE))):
+    changed = 2.0 * weight
+    expected = quantise_weight(changed, RULE)
+    with linear_call(_call_with(values, weight, changed)):
         held = WeightNVFP4Quantizer()(weight)
-        held.quantize_(2.0 * weight)
+        held.quantize_(changed)
     assert torch.equal(held._rowwise_data, expected.packed_codes)
     assert torch.equal(held._rowwise_scale_inv[:32, : K // 16], expected.scale_bytes)
 
@@ -166,6 +177,8 @@ def test_nothing_but_routed_experts_is_quantised(factory, role) -> None:
 def test_factories_give_our_quantisers_for_routed_experts() -> None:
     assert type(guided_fake_quantizer_factory(INPUT)) is GuidedFakeQuantizer
     assert type(guided_fake_quantizer_factory(WEIGHT)) is WeightFakeQuantizer
+    assert type(weight_fake_quantizer_factory(INPUT)) is IdentityQuantizer
+    assert type(weight_fake_quantizer_factory(WEIGHT)) is WeightFakeQuantizer
     for role, kind in ((INPUT, GuidedNVFP4Quantizer), (WEIGHT, WeightNVFP4Quantizer)):
         quantizer = guided_nvfp4_quantizer_factory(role)
         assert isinstance(quantizer, HybridQuantizer)

@@ -23,6 +23,7 @@ from megatron_trace.training.te_rows import (
     padded_positions,
     rows_of_part,
 )
+from megatron_trace.training.weights import WeightRule, quantise_weight
 
 SPLITS = (40, 0, 17, 71)
 PADDED = (128, 0, 128, 128)
@@ -172,13 +173,12 @@ def test_an_operand_without_hints_moves_nothing() -> None:
     assert moved(Rounding(SCALE), fail) == Rounding(SCALE)
 
 
-def test_asking_again_gives_the_same_bits_and_counts_once() -> None:
+def test_asking_again_gives_the_same_bits() -> None:
     values = _values()
-    calls: list[None] = []
-    call = LinearCall("fc1", values, _rounding(values), on_quantised=lambda: calls.append(None))
+    call = LinearCall("fc1", values, _rounding(values))
+    assert not call.was_quantised
     first = call.quantised(values[:40]).clone()
     assert torch.equal(call.quantised(values[:40]), first)
-    assert len(calls) == 1
     assert call.was_quantised
 
 
@@ -200,11 +200,29 @@ def test_scopes_end_also_by_an_exception_and_nest() -> None:
 
 
 def test_experts_without_a_call_are_refused() -> None:
-    call = ExpertCall(lambda site: Rounding(SCALE), lambda site: None)
+    call = ExpertCall((3, 0), Rounding(SCALE), None)
     with expert_call(call):
         assert current_expert_call() is call
-    with pytest.raises(LookupError, match="attached to a RoundingSource"):
+    with pytest.raises(LookupError, match="must be called by its TraceTEGroupedMLP"):
         current_expert_call()
+
+
+def test_a_weight_is_known_by_its_storage_and_another_is_refused() -> None:
+    weights = [_values(16, seed) for seed in (1, 2)]
+    rule = WeightRule(torch.bfloat16, power_of_two_scales=False)
+    forms = [quantise_weight(weight, rule) for weight in weights]
+    call = LinearCall("fc1", _values(), None, zip(weights, forms, strict=True))
+    assert [call.weight(weight) for weight in weights] == forms
+    assert call.weight(weights[1].detach()) is forms[1]
+    with pytest.raises(RuntimeError, match="none of the linear's"):
+        call.weight(weights[0].clone())
+
+
+def test_an_input_that_is_rounded_already_is_not_rounded_again() -> None:
+    values = _values()
+    call = LinearCall("fc1", values, None)
+    with pytest.raises(RuntimeError, match="rounded already"):
+        call.quantised(values[:3])
 
 
 def test_a_call_is_seen_by_its_own_thread_only() -> None:

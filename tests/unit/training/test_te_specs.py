@@ -15,8 +15,8 @@ from megatron.core.fp8_utils import _resolve_callable_from_python_import_path
 from megatron.core.transformer.moe.experts import TEGroupedMLP
 
 from megatron_trace.testing.single_process import tiny_moe_config
+from megatron_trace.training.te_choice import FACTORIES
 from megatron_trace.training.te_specs import (
-    FACTORIES,
     TraceTEColumnParallelGroupedLinear,
     TraceTEGroupedMLP,
     TraceTEMoELayer,
@@ -50,17 +50,17 @@ def test_experts_without_the_grouped_product_are_refused() -> None:
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"fp4": None},
         {"fp4_recipe": "nvfp4"},
         {"fp4_quantizer_factory": "somewhere.else.factory"},
         {"moe_apply_probs_on_input": True},
         {"first_last_layers_bf16": True},
+        {"fp4": None, "fp8": "e4m3"},
     ],
     ids=lambda fields: next(iter(fields)),
 )
 def test_settings_that_bypass_the_quantisers_are_refused(wrong) -> None:
     config = tiny_moe_config("E", **(FP4 | wrong))
-    with pytest.raises(ValueError, match=next(iter(wrong))):
+    with pytest.raises(ValueError, match=list(wrong)[-1]):
         TraceTEGroupedMLP(4, config, None)
 
 
