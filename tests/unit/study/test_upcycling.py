@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -29,7 +30,11 @@ from megatron_trace.testing.single_process import single_process
 
 SHAPE = dataclasses.replace(llama_reference.TINY, num_layers=3)
 UPCYCLING = Upcycling(num_layers=2, num_groups=4, granularity=2, megatron_scale=False)
-SIZES = {"vocab_size": 32, "max_sequence_length": 64, "rotary_base": SHAPE.rotary_base}
+SIZES: dict[str, Any] = {
+    "vocab_size": 32,
+    "max_sequence_length": 64,
+    "rotary_base": SHAPE.rotary_base,
+}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -64,7 +69,7 @@ def _copy(model, weights):
 
 def _upcycled(weights, upcycling):
     dense_config = smollm2.dense_config(SHAPE)
-    parts = {"first": False, "last": True, **SIZES}
+    parts: dict[str, Any] = {"first": False, "last": True, **SIZES}
     dense = build_part(dense_config, pattern="*-*-", **parts)
     _copy(dense, weights_of_part(weights, dense, first_position=2))
     before = {name: value.clone() for name, value in dense.named_parameters()}
