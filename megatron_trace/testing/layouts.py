@@ -10,10 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import (
     DistributedDataParallel,
@@ -23,12 +25,14 @@ from megatron.core.distributed import (
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
 from megatron_trace.hints.files import HintFiles
-from megatron_trace.hints.types import QuantizerSettings, RolloutSample
+from megatron_trace.hints.types import QuantizerSettings, RolloutSample, Site
 from megatron_trace.testing.recorded_samples import seen_values
+from megatron_trace.testing.single_process import init_rank
 from megatron_trace.testing.tiny_trainer import tiny_trainer
 from megatron_trace.training.layout import RankLayout
 from megatron_trace.training.micro_batch import make_micro_batch
 from megatron_trace.training.model import token_logprobs
+from megatron_trace.training.over_ranks import agreed, summed_report
 from megatron_trace.training.report import TraceReport
 from megatron_trace.training.shape import ModelShape, Place
 from megatron_trace.training.weights import expert_weight_digest
@@ -97,7 +101,8 @@ class Outcome:
         slices: Which part of a parameter these are.
         values: What each quantiser gave, call by call.
         digests: Digest of the quantised expert weights, before and after the step.
-        report: Counts of the quantisers.
+        report: Counts of the quantisers, summed over all ranks.
+        guided: Rows that this rank guided, by site.
         hint_bytes: Bytes of hints that were read.
     """
 
@@ -111,7 +116,33 @@ class Outcome:
     values: dict[Place, list[torch.Tensor]]
     digests: tuple[str, str]
     report: TraceReport
+    guided: dict[Site, int]
     hint_bytes: int
+
+
+def train_layouts(rank: int, tasks: Mapping[str, Task], folder: Path) -> dict[str, Outcome]:
+    """Trains a step in one layout after another, on one of the processes of `run_ranks`.
+
+    Args:
+        rank: This process.
+        tasks: What is given, by name of the layout; each takes all processes.
+        folder: Folder for the file stores of the process groups, fresh for this call.
+    """
+    world_size = dist.get_world_size()
+    outcomes = {}
+    for number, (name, task) in enumerate(tasks.items()):
+        # A group left open keeps its connections, and there are dozens a layout.
+        dist.barrier()
+        dist.destroy_process_group()
+        store = folder / f"store-{number}"
+        init_rank(store, rank=rank, world_size=world_size, seed=0, **task.parallel)
+        try:
+            outcomes[name] = train_step(task)
+        except BaseException as error:
+            error.add_note(f"in layout {name}")
+            raise
+        parallel_state.destroy_model_parallel()
+    return outcomes
 
 
 def train_step(task: Task, *, alone: bool = False) -> Outcome:
@@ -163,7 +194,10 @@ def train_step(task: Task, *, alone: bool = False) -> Outcome:
     before = expert_weight_digest(model, sites)
     with seen_values(sites) as seen:
         for samples in parts:
-            micro_batch = make_micro_batch(samples, hints, sites, num_positions=task.num_positions)
+            make = partial(
+                make_micro_batch, samples, hints, sites, num_positions=task.num_positions
+            )
+            micro_batch = agreed(make, _world())
             with sites.micro_batch(micro_batch):
                 logprobs = token_logprobs(ddp, sites, micro_batch)
                 loss = -logprobs[micro_batch.loss_mask].sum()
@@ -177,6 +211,7 @@ def train_step(task: Task, *, alone: bool = False) -> Outcome:
     done, _, _ = optimizer.step()
     if not done:
         raise RuntimeError("the optimizer skipped its step: a gradient is not finite")
+    report = sites.report()
     return Outcome(
         layout=sites.shape.layout,
         shape=sites.shape,
@@ -187,9 +222,16 @@ def train_step(task: Task, *, alone: bool = False) -> Outcome:
         slices=slices,
         values={place: values.outputs for place, values in seen.items()},
         digests=(before, expert_weight_digest(model, sites)),
-        report=sites.report(),
+        report=summed_report(report, _world()),
+        guided={site: counts.guided for site, counts in report.sites.items()},
         hint_bytes=hints.bytes_read.tensor_bytes,
     )
+
+
+def _world() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None, "the layout is initialised"
+    return group
 
 
 def _grad(parameter: Any) -> torch.Tensor:

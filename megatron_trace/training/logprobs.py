@@ -16,7 +16,11 @@ from megatron_trace.hints.sharding import cp_positions
 
 
 def target_logprobs(
-    logits: torch.Tensor, targets: torch.Tensor, groups: ProcessGroupCollection
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    groups: ProcessGroupCollection,
+    *,
+    temperature: float = 1.0,
 ) -> torch.Tensor:
     """Gives the log-probability of a token at every position.
 
@@ -24,16 +28,16 @@ def target_logprobs(
         logits: float [B, P, V / tp].
         targets: int64 [B, P].
         groups: The model's; `tp` splits the vocabulary.
+        temperature: What logits are divided by.
 
     Returns:
         FP32 [B, P], equal on all tensor-parallel ranks.
     """
+    # A new tensor: Megatron's cross entropy writes into what it is given.
+    scaled = logits.float() / temperature
     if groups.tp.size() > 1:
-        # It writes into what it is given.
-        parts = logits.float().clone() if logits.dtype == torch.float32 else logits.float()
-        return -vocab_parallel_cross_entropy(parts, targets, tp_group=groups.tp)
-    logprobs = logits.float().log_softmax(-1)
-    return logprobs.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+        return -vocab_parallel_cross_entropy(scaled, targets, tp_group=groups.tp)
+    return scaled.log_softmax(-1).gather(-1, targets.unsqueeze(-1)).squeeze(-1)
 
 
 def whole_samples(values: torch.Tensor, groups: ProcessGroupCollection) -> torch.Tensor:

@@ -183,9 +183,8 @@ def logprobs_of_logits(
         token s + 1. Its gradient reaches this rank's positions only, see `logprobs.whole_samples`.
     """
     groups = micro_batch.made_for.groups
-    return whole_samples(
-        target_logprobs(logits.float() / temperature, micro_batch.targets, groups), groups
-    )
+    logprobs = target_logprobs(logits, micro_batch.targets, groups, temperature=temperature)
+    return whole_samples(logprobs, groups)
 
 
 def _modules(

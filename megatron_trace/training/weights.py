@@ -13,6 +13,7 @@ from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron_trace.formats import NVFP4, NumberFormat, ops
 from megatron_trace.hints.weight_digest import combine_digests, matrix_digest
 from megatron_trace.models.hybrid import decoder_layers, named_expert_linears
+from megatron_trace.training.over_ranks import device_of
 
 if TYPE_CHECKING:
     from megatron_trace.training.sites import TraceSites
@@ -263,11 +264,10 @@ def _whole_matrix(
 def _sum_over_ranks(value: int, group: dist.ProcessGroup) -> int:
     value %= 1 << 128
     mask = (1 << LIMB_BITS) - 1
-    device = "cpu" if dist.get_backend(group) == "gloo" else torch.cuda.current_device()
     limbs = torch.tensor(
         [(value >> (LIMB_BITS * i)) & mask for i in range(NUM_LIMBS)],
         dtype=torch.int64,
-        device=device,
+        device=device_of(group),
     )
     dist.all_reduce(limbs, group=group)
     return sum(limb << (LIMB_BITS * i) for i, limb in enumerate(limbs.tolist()))

@@ -18,7 +18,7 @@ from megatron_trace.config import HINT_SITES
 from megatron_trace.hints import HintFilesWriter
 from megatron_trace.hints.types import Site
 from megatron_trace.testing.assertions import assert_same_bytes
-from megatron_trace.testing.layouts import Task, train_step
+from megatron_trace.testing.layouts import Task, train_layouts, train_step
 from megatron_trace.testing.ranks import run_ranks
 from megatron_trace.testing.rollouts import records_of
 from megatron_trace.testing.single_process import single_process
@@ -115,9 +115,9 @@ LAYOUTS = {
 }
 
 
-def step_on_rank(rank, task):
+def steps_on_rank(rank, tasks, folder):
     """Entry of a rank."""
-    return train_step(task)
+    return train_layouts(rank, tasks, folder)
 
 
 def _task(layout: Layout, folder) -> Task:
@@ -151,29 +151,44 @@ def _task(layout: Layout, folder) -> Task:
     )
 
 
-def _rows(name: str) -> Any:
-    marks = [] if LAYOUTS[name].is_short else [pytest.mark.layouts]
-    return pytest.param(name, marks=marks)
+def _param(name: str) -> Any:
+    return pytest.param(name, marks=[] if LAYOUTS[name].is_short else [pytest.mark.layouts])
 
 
-@pytest.fixture(scope="module", params=[_rows(name) for name in LAYOUTS])
-def run(request, tmp_path_factory):
-    """A layout, its task, what one rank gave, and what each of its ranks gave."""
-    layout = LAYOUTS[request.param]
+pytestmark = [
+    pytest.mark.distributed,
+    pytest.mark.parametrize("name", [_param(name) for name in LAYOUTS]),
+]
+
+
+@pytest.fixture(scope="module")
+def outcomes(request, tmp_path_factory):
+    """Of the selected layouts: the task, what one rank gave, and what each of the ranks gave.
+
+    Layouts of as many ranks share their processes, whose start takes longer than a step.
+    """
+    here = [item for item in request.session.items if item.path == request.path]
+    chosen = dict.fromkeys(item.callspec.params["name"] for item in here)
+    alone = {}
     with single_process(seed=0):
-        task = _task(layout, tmp_path_factory.mktemp("hints"))
-        alone = train_step(task, alone=True)
-    ranks = run_ranks(
-        __file__,
-        "step_on_rank",
-        world_size=layout.world_size,
-        parallel=task.parallel,
-        task=task,
-    )
-    return layout, task, alone, ranks
+        tasks = {name: _task(LAYOUTS[name], tmp_path_factory.mktemp("hints")) for name in chosen}
+        for name, task in tasks.items():
+            alone[name] = train_step(task, alone=True)
+    of_ranks = {}
+    for size in sorted({LAYOUTS[name].world_size for name in chosen}):
+        together = {name: tasks[name] for name in chosen if LAYOUTS[name].world_size == size}
+        folder = tmp_path_factory.mktemp("stores")
+        results = run_ranks(
+            __file__, "steps_on_rank", world_size=size, tasks=together, folder=folder
+        )
+        of_ranks |= {name: [outcomes[name] for outcomes in results] for name in together}
+    return {name: (LAYOUTS[name], tasks[name], alone[name], of_ranks[name]) for name in chosen}
 
 
-pytestmark = pytest.mark.distributed
+@pytest.fixture
+def run(outcomes, name):
+    """What the tests compare of one layout."""
+    return outcomes[name]
 
 
 def _error(got: torch.Tensor, expected: torch.Tensor, whole: torch.Tensor) -> float:
@@ -247,7 +262,6 @@ def test_every_slot_is_quantised_as_on_one_rank(run):
                     if rank.layout.etp_rank == etp_rank
                     for rows in _rows_of(rank, place, expert)[::calls]
                 ]
-                columns = ranks[etp_rank].shape.slot_columns or range(whole.shape[1])
                 columns = next(
                     rank.shape.slot_columns or range(whole.shape[1])
                     for rank in ranks
@@ -285,8 +299,9 @@ def test_counts_add_up_to_those_of_one_rank(run):
     times = {Site.FC1: 1, Site.FC2: layout.etp_size, Site.K: layout.tp_size, Site.V: layout.tp_size}
     for site, expected in alone.report.sites.items():
         for name in ("guided", "rejected", "missing", "not_recorded", "padding"):
-            total = sum(getattr(rank.report.sites[site], name) for rank in ranks)
-            assert total == times[site] * getattr(expected, name), (site, name)
+            for rank in ranks:
+                total = getattr(rank.report.sites[site], name)
+                assert total == times[site] * getattr(expected, name), (site, name)
 
 
 def test_both_guided_and_rejected_rows_were_compared(run):
@@ -314,4 +329,4 @@ def test_ranks_without_tokens_get_no_gradient(run):
     assert idle
     for rank in idle:
         assert not any(g.any() for name, g in rank.grads.items() if "local_experts" in name)
-        assert rank.report.sites[Site.FC2].guided == 0
+        assert rank.guided[Site.FC2] == 0

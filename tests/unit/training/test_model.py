@@ -88,6 +88,29 @@ def test_what_would_break_agreement_with_the_rollout_is_refused_by_name(build, c
         build("trace", config=config)
 
 
+@pytest.mark.parametrize(
+    ("config", "arguments", "message"),
+    [
+        ({"tensor_model_parallel_size": 2}, {}, "contradicts sequence_parallel=False"),
+        (
+            {"expert_tensor_parallel_size": 8},
+            {},
+            r"would split blocks of 16 of the experts' 64 columns.* one of \[1, 2, 4\]",
+        ),
+        (
+            {"context_parallel_size": 2},
+            {"attention": "megatron"},
+            "context_parallel_size=2 contradicts attention=megatron",
+        ),
+    ],
+)
+def test_a_layout_that_cannot_hold_whole_blocks_or_heads_is_refused(
+    build, config, arguments, message
+):
+    with pytest.raises(ValueError, match=message):
+        build("trace", config=config, **arguments)
+
+
 def test_another_dtype_is_refused(build):
     with pytest.raises(ValueError, match="bfloat16 or float32"):
         build("qat", dtype=torch.float16)

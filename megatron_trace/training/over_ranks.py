@@ -1,0 +1,93 @@
+"""What ranks settle together: that all could build something, and the sum of their counts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import fields
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_trace.hints.types import Site
+from megatron_trace.metrics import CodeMismatch
+from megatron_trace.training.report import SiteReport, TraceReport
+
+# What making a micro-batch raises: a hint is missing, wrong, damaged, or its file unreadable.
+BUILD_ERRORS = (LookupError, ValueError, RuntimeError, OSError)
+_COUNTS = ("weight_uses", "weights_quantised", "routing_compared", "routing_different")
+
+
+def agreed[T](build: Callable[[], T], group: dist.ProcessGroup) -> T:
+    """Gives what `build` gives, or raises on every rank if it raised on any; a collective.
+
+    Without it, a rank with a bad hint would leave the others waiting in the next collective. Build
+    all micro-batches of a step within one call, before a pipeline's schedule starts: its stages
+    forward the same micro-batch at different times.
+
+    Args:
+        build: Makes this rank's micro-batches; communicates with nobody.
+        group: All ranks that will communicate while they train on them.
+
+    Raises:
+        RuntimeError: Another rank failed; the message says which and why.
+        LookupError, ValueError, OSError: This rank failed.
+    """
+    result, error = None, None
+    try:
+        result = build()
+    except BUILD_ERRORS as raised:
+        error = raised
+    failed = torch.tensor(int(error is not None), device=device_of(group))
+    dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=group)
+    if failed:
+        messages: list[Any] = [None] * group.size()
+        mine = None if error is None else f"{type(error).__name__}: {error}"
+        dist.all_gather_object(messages, mine, group=group)
+        if error is not None:
+            raise error
+        rank, message = next(pair for pair in enumerate(messages) if pair[1] is not None)
+        raise RuntimeError(
+            f"rank {dist.get_global_rank(group, rank)} could not build its part, so no rank goes "
+            f"on: {message}"
+        )
+    return result  # pyright: ignore[reportReturnType]
+
+
+def summed_report(report: TraceReport, group: dist.ProcessGroup) -> TraceReport:
+    """Gives the sums of the counts of all ranks of a group; a collective.
+
+    Rows of fc1 are on one rank each. A row of K or V counts once for every tensor-parallel rank,
+    one of fc2 for every expert-tensor-parallel rank: each quantises some columns of it. Shares,
+    such as the coverage, are those of one rank.
+
+    Args:
+        report: This rank's counts.
+        group: The ranks, such as all of a model's.
+    """
+    parts: list[Any] = [report.sites.get(site, SiteReport()) for site in Site]
+    parts += [report.code_mismatch.get(site, CodeMismatch()) for site in Site]
+    counts = [getattr(part, f.name) for part in parts for f in fields(part)]
+    counts += [getattr(report, name) for name in _COUNTS]
+    total = torch.tensor(counts, dtype=torch.int64, device=device_of(group))
+    dist.all_reduce(total, group=group)
+    numbers = iter(total.tolist())
+    sites = {site: _filled(SiteReport, numbers) for site in Site}
+    mismatch = {site: _filled(CodeMismatch, numbers) for site in Site}
+    return TraceReport(
+        sites={site: found for site, found in sites.items() if found.calls},
+        code_mismatch={site: found for site, found in mismatch.items() if found.values},
+        **dict(zip(_COUNTS, numbers, strict=True)),
+    )
+
+
+def device_of(group: dist.ProcessGroup) -> torch.device:
+    """Gives where tensors must be for collectives of a group."""
+    if dist.get_backend(group) == "gloo":
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _filled[T](kind: type[T], numbers: Iterable[int]) -> T:
+    names = [f.name for f in fields(kind)]  # pyright: ignore[reportArgumentType]
+    return kind(**dict(zip(names, numbers, strict=False)))

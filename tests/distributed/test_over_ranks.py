@@ -1,0 +1,81 @@
+"""One failing rank is one clear error on all ranks, and counts are summed over them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_trace.hints.types import Site
+from megatron_trace.metrics import CodeMismatch
+from megatron_trace.testing.ranks import run_ranks
+from megatron_trace.training.over_ranks import agreed, summed_report
+from megatron_trace.training.report import SiteReport, TraceReport
+
+pytestmark = pytest.mark.distributed
+
+
+def settle(rank):
+    """Two ranks agree thrice, and sum their counts."""
+    group = dist.group.WORLD
+
+    def fail_on(*failing):
+        if rank in failing:
+            raise LookupError(f"no hint of sample-{rank}")
+        return f"batch of rank {rank}"
+
+    told = [agreed(fail_on, group)]
+    for failing in ((1,), (0, 1)):
+        try:
+            agreed(lambda failing=failing: fail_on(*failing), group)
+        except (LookupError, RuntimeError) as error:
+            told.append(f"{type(error).__name__}: {error}")
+    # After a failure the group is still in step.
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    report = TraceReport(
+        sites={Site.K: SiteReport(calls=1, guided=3)} if rank else {Site.FC1: SiteReport(calls=2)},
+        weight_uses=5,
+        routing_compared=10,
+        routing_different=rank,
+        code_mismatch={Site.V: CodeMismatch(values=7, sign_flip=rank)} if rank else {},
+    )
+    return told, total.item(), summed_report(report, group)
+
+
+@pytest.fixture(scope="module")
+def results():
+    """What each of two ranks gave."""
+    return run_ranks(Path(__file__), "settle", world_size=2)
+
+
+def test_a_failure_of_one_rank_is_told_to_all(results):
+    (first, alive, _), (second, _, _) = results
+    assert first[0] == "batch of rank 0"
+    assert second[0] == "batch of rank 1"
+    assert first[1] == (
+        "RuntimeError: rank 1 could not build its part, so no rank goes on: LookupError: no hint "
+        "of sample-1"
+    )
+    assert second[1] == "LookupError: no hint of sample-1"
+    assert alive == 2.0
+
+
+def test_every_failing_rank_keeps_its_own_error(results):
+    assert [told[2] for told, _, _ in results] == [
+        "LookupError: no hint of sample-0",
+        "LookupError: no hint of sample-1",
+    ]
+
+
+def test_counts_are_summed_over_ranks_of_unlike_layers(results):
+    expected = TraceReport(
+        sites={Site.FC1: SiteReport(calls=2), Site.K: SiteReport(calls=1, guided=3)},
+        weight_uses=10,
+        routing_compared=20,
+        routing_different=1,
+        code_mismatch={Site.V: CodeMismatch(values=7, sign_flip=1)},
+    )
+    assert [report for _, _, report in results] == [expected, expected]
