@@ -29,6 +29,8 @@ LOSS_TOLERANCE = 1e-6
 GRAD_TOLERANCE = 2e-5
 WEIGHT_TOLERANCE = 1e-6
 NUM_POSITIONS = 16
+# Of one layout; one of 4 ranks takes 3 s on two free cores.
+TIMEOUT_S = 120.0
 TP, CP, EP, ETP = (
     "tensor_model_parallel_size",
     "context_parallel_size",
@@ -179,7 +181,12 @@ def outcomes(request, tmp_path_factory):
         together = {name: tasks[name] for name in chosen if LAYOUTS[name].world_size == size}
         folder = tmp_path_factory.mktemp("stores")
         results = run_ranks(
-            __file__, "steps_on_rank", world_size=size, tasks=together, folder=folder
+            __file__,
+            "steps_on_rank",
+            world_size=size,
+            timeout_s=TIMEOUT_S * len(together),
+            tasks=together,
+            folder=folder,
         )
         of_ranks |= {name: [outcomes[name] for outcomes in results] for name in together}
     return {name: (LAYOUTS[name], tasks[name], alone[name], of_ranks[name]) for name in chosen}
