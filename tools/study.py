@@ -44,7 +44,7 @@ SETTINGS = {
     ("tiny_moe", "cpu"): StudySettings("cpu", num_samples=128, max_new_tokens=16),
     ("tiny_moe", "h200"): StudySettings("h200", num_samples=256, max_new_tokens=16),
     ("moe_100m", "cpu"): StudySettings("cpu", num_samples=16, max_new_tokens=16, short=True),
-    ("moe_100m", "h200"): StudySettings("h200", num_samples=128, max_new_tokens=64),
+    ("moe_100m", "h200"): StudySettings("h200", num_samples=256, max_new_tokens=32),
     ("smollm2", "cpu"): StudySettings("cpu", num_samples=12, max_new_tokens=24, short=True),
     ("smollm2", "h200"): StudySettings("h200", num_samples=128, max_new_tokens=64),
     ("smollm2_moe", "cpu"): StudySettings("cpu", num_samples=12, max_new_tokens=24, short=True),
@@ -61,6 +61,7 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--model", choices=MODELS, help="without it, only the report is written")
     parser.add_argument("--setting", choices=("cpu", "h200"), default="cpu")
     parser.add_argument("--work", type=Path, default=Path("out/study"), help="kept between starts")
+    parser.add_argument("--tasks", type=Path, help="problems of moe_100m, see tools/moe_100m.py")
     parser.add_argument("--out", type=Path, default=Path("docs/study"))
     parser.add_argument("--only", nargs="+", default=[], help="questions, in this order")
     parser.add_argument(
@@ -131,7 +132,8 @@ def run_study(options: argparse.Namespace) -> None:
         torch.set_num_threads(1)
     module = importlib.import_module(f"megatron_trace.study.{options.model}")
     with single_process(seed=0):
-        model = module.load(options.work)
+        given = {"tasks": options.tasks} if options.tasks else {}
+        model = module.load(options.work, **given)
         study = Study(
             model,
             SETTINGS[options.model, options.setting],

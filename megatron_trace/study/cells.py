@@ -28,6 +28,8 @@ class EngineSetting:
         number_format: Its number format.
         power_of_two_scales: Whether global scales are powers of two.
         max_requests: Samples that the engine generates at a time.
+        long_prompts: Whether its prompts are those above `LONG_PROMPT_TOKENS` instead of the
+            others. Then there are a quarter as many samples.
     """
 
     name: str
@@ -35,14 +37,18 @@ class EngineSetting:
     number_format: NumberFormatName = "nvfp4"
     power_of_two_scales: bool = False
     max_requests: int = 64
+    long_prompts: bool = False
 
 
+LONG_PROMPT_TOKENS = 600
 ENGINES = {
     setting.name: setting
     for setting in (
         EngineSetting("fp4"),
         EngineSetting("bf16", quantised=False),
         EngineSetting("fp4-batch-4", max_requests=4),
+        EngineSetting("fp4-long", max_requests=16, long_prompts=True),
+        EngineSetting("bf16-long", quantised=False, max_requests=16, long_prompts=True),
         EngineSetting("fp4-pow2", power_of_two_scales=True),
         EngineSetting("nvfp4_4over6", number_format="nvfp4_4over6"),
         EngineSetting("mxfp4", number_format="mxfp4"),
@@ -138,6 +144,7 @@ def all_cells() -> list[Cell]:
     """Gives every cell, in the order in which they are computed."""
     cells = [
         *_methods(),
+        *_positions(),
         *_sites(),
         *_layers(),
         *_bits(),
@@ -157,17 +164,20 @@ def all_cells() -> list[Cell]:
     return cells
 
 
-def cells_for(sites: Sequence[str], *, short: bool) -> list[Cell]:
+def cells_for(sites: Sequence[str], *, short: bool, long_prompts: bool = False) -> list[Cell]:
     """Gives the cells that make sense for a model.
 
     Args:
         sites: Sites that the model has; a cell without them is left out, and of two cells that
             then are the same the first is kept.
         short: Whether only the questions of a slow model are asked.
+        long_prompts: Whether the model has long prompts too.
     """
     kept: dict[Cell, Cell] = {}
     for cell in all_cells():
         if short and not _is_short(cell):
+            continue
+        if ENGINES[cell.engine].long_prompts and not long_prompts:
             continue
         present = tuple(site for site in cell.sites if site in sites)
         needs_experts = cell.method == "w4a16" or not cell.replay_routing
@@ -179,7 +189,7 @@ def cells_for(sites: Sequence[str], *, short: bool) -> list[Cell]:
 
 
 def _is_short(cell: Cell) -> bool:
-    if cell.gradient or cell.lag or cell.engine not in ("fp4", "bf16"):
+    if cell.gradient or cell.lag or cell.engine.removesuffix("-long") not in ("fp4", "bf16"):
         return False
     if cell.question == "noise":
         return cell.noise[1] in (1e-2, 1e-1)
@@ -194,6 +204,13 @@ def _methods() -> Iterator[Cell]:
             if fields.get("method") in ("bf16", "w4a16"):
                 codes = "no"
             yield Cell(f"method/{name}/{dtype}", dtype=dtype, codes=codes, **fields)
+
+
+def _positions() -> Iterator[Cell]:
+    yield Cell("position/floor", engine="bf16-long", method="bf16")
+    for name, fields in METHODS:
+        if name != "w4a16":
+            yield Cell(f"position/{name}", engine="fp4-long", **fields)
 
 
 def _sites() -> Iterator[Cell]:

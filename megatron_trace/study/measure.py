@@ -5,7 +5,6 @@ Legend: B samples, S positions.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +19,9 @@ from megatron_trace.study.rollouts import RolloutSet, derived_store
 from megatron_trace.study.trainer import StudySites, activation_noise, counts_of_sample
 from megatron_trace.training.micro_batch import make_micro_batch
 from megatron_trace.training.model import token_logprobs
+
+# Pairs of positions of a micro-batch: Megatron's own attention keeps a score for each, per head.
+MAX_ATTENTION_PAIRS = 1 << 25
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,12 +101,18 @@ def rows_of(
 
 
 def batches_by_length(samples: Sequence[RolloutSample], size: int) -> Iterator[list[RolloutSample]]:
-    """Gives the samples in batches of similar lengths, the shortest first."""
-    ordered = sorted(samples, key=lambda sample: len(sample.tokens))
-    for start in range(0, len(ordered), size):
-        yield ordered[start : start + size]
+    """Gives the samples in batches of similar lengths, the shortest first.
 
-
-def with_codes(rollouts: RolloutSet, samples: Any, codes: Any) -> RolloutSet:
-    """Gives the rollout set with other samples and codes, under the same settings."""
-    return dataclasses.replace(rollouts, samples=samples, codes=codes)
+    Args:
+        samples: The samples.
+        size: Samples of a batch at most; fewer where their attention would take too much memory.
+    """
+    batch: list[RolloutSample] = []
+    for sample in sorted(samples, key=lambda sample: len(sample.tokens)):
+        pairs = (len(batch) + 1) * len(sample.tokens) ** 2
+        if batch and (len(batch) == size or pairs > MAX_ATTENTION_PAIRS):
+            yield batch
+            batch = []
+        batch.append(sample)
+    if batch:
+        yield batch

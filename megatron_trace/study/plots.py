@@ -8,7 +8,7 @@ from typing import Any
 from megatron_trace.study.cells import ALL_SITES, NOISES
 from megatron_trace.study.results import StudyResult
 from megatron_trace.study.statistics import Interval, draws_of, gap_of, gap_ratio
-from megatron_trace.study.tables import depth_curve, position_curve
+from megatron_trace.study.tables import depth_curve, position_curves
 
 # Darker and lighter of one hue for related lines; distinguishable in grey.
 COLOURS = ("#4053d3", "#ddb310", "#b51d14", "#00beff", "#00b25d")
@@ -85,11 +85,9 @@ def _depth(axes: Any, result: StudyResult) -> bool:
 
 def _positions(axes: Any, result: StudyResult) -> bool:
     drawn = False
-    names = ("floor/bf16", "method/bf16/bf16", "method/qat/bf16", "method/trace/bf16")
-    for name, colour in zip(names, COLOURS, strict=False):
-        if cell := result.cells.get(name):
-            points = {float(max(at, 8)): found for at, found in position_curve(cell.rows).items()}
-            drawn |= _line(axes, points, name.rpartition("/")[0], colour, "o-")
+    for (method, curve), colour in zip(position_curves(result).items(), COLOURS, strict=False):
+        points = {float(max(at, 8)): found for at, found in curve.items()}
+        drawn |= _line(axes, points, method, colour, "o-")
     axes.set(xlabel="position of the token", ylabel="mean gap (nats)", title="Position")
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")

@@ -28,6 +28,7 @@ from megatron_trace.study.tables import (
 
 QUESTIONS = {
     "method": "Methods, each against the floor and the ceiling",
+    "position": "Long prompts",
     "sites": "Guided sites",
     "layers": "Guided layers",
     "bits": "Bits of a hint",
@@ -212,10 +213,7 @@ def study_page(result: StudyResult, plots: Path | None) -> str:
             "values",
             "Codes unlike the rollout's under QAT, by layer (FP32 trainer)",
         ),
-        position_table(
-            result,
-            ["floor/bf16", "method/bf16/bf16", "method/qat/bf16", "method/trace/bf16"],
-        ),
+        position_table(result),
         routing_table(result),
         gradient_table(result),
         lag_table(result),

@@ -28,7 +28,7 @@ from megatron_trace.hints.types import (
 from megatron_trace.models.hybrid import pattern_sites
 from megatron_trace.rollout.engine import RolloutEngine
 from megatron_trace.rollout.sampling import SamplingSettings
-from megatron_trace.study.cells import Cell, EngineSetting
+from megatron_trace.study.cells import LONG_PROMPT_TOKENS, Cell, EngineSetting
 from megatron_trace.study.model import StudyModel
 
 Place = tuple[int, Site]
@@ -104,10 +104,24 @@ def roll_out(
         setting: The engine setting.
         num_samples: Samples; prompts are taken in order, and again from the first.
         max_new_tokens: Longest response.
+
+    Raises:
+        ValueError: The model has no prompt of this length.
     """
+    fitting = [
+        row
+        for row, prompt in enumerate(model.prompts)
+        if (len(prompt) > LONG_PROMPT_TOKENS) == setting.long_prompts
+    ]
+    if not fitting:
+        raise ValueError(
+            f"{model.name} has no prompt for {setting.name}: their lengths are "
+            f"{min(map(len, model.prompts))} to {max(map(len, model.prompts))} tokens, and long is "
+            f"above {LONG_PROMPT_TOKENS}"
+        )
     engine = build_engine(model, setting)
     store = HintStore()
-    rows = [number % len(model.prompts) for number in range(num_samples)]
+    rows = [fitting[number % len(fitting)] for number in range(num_samples)]
     samples = engine.generate(
         [model.prompts[row] for row in rows],
         [f"prompt-{row}/sample-{number}" for number, row in enumerate(rows)],

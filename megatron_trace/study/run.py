@@ -19,7 +19,14 @@ from megatron_trace.models.hybrid import pattern_sites
 from megatron_trace.rollout.engine import RolloutEngine
 from megatron_trace.study import rollouts as rollout_sets
 from megatron_trace.study.aging import aged_weights, weight_change
-from megatron_trace.study.cells import ALL_SITES, ENGINES, LAGS, Cell, cells_for
+from megatron_trace.study.cells import (
+    ALL_SITES,
+    ENGINES,
+    LAGS,
+    LONG_PROMPT_TOKENS,
+    Cell,
+    cells_for,
+)
 from megatron_trace.study.gradients import ChunkGradients, chunk_gradients, gradient_rows
 from megatron_trace.study.measure import Scores, rows_of, score, store_for
 from megatron_trace.study.model import StudyModel
@@ -107,7 +114,11 @@ class Study:
     @property
     def cells(self) -> list[Cell]:
         """The cells of this model and setting."""
-        return cells_for(self.model_sites, short=self.settings.short)
+        return cells_for(
+            self.model_sites,
+            short=self.settings.short,
+            long_prompts=max(map(len, self.model.prompts)) > LONG_PROMPT_TOKENS,
+        )
 
     def run(self, only: Sequence[str] = (), *, max_seconds: float = math.inf) -> StudyResult:
         """Computes every missing cell.
@@ -193,7 +204,7 @@ class Study:
                 made = rollout_sets.roll_out(
                     self.model,
                     setting,
-                    num_samples=self.settings.num_samples,
+                    num_samples=self.settings.num_samples // (4 if setting.long_prompts else 1),
                     max_new_tokens=self.settings.max_new_tokens,
                 )
                 rollout_sets.save(made, path, identity)

@@ -234,11 +234,23 @@ def lag_table(result: StudyResult) -> Table | None:
     return Table("Hints of an older policy", note, head, lines) if lines else None
 
 
-def position_table(result: StudyResult, names: Sequence[str]) -> Table | None:
+def position_curves(result: StudyResult) -> dict[str, dict[int, Interval]]:
+    """Gives the mean gap by position of the token, of short and long prompts, by method."""
+    curves = {}
+    for method in ("floor", "bf16", "qat", "trace", "full-codes"):
+        names = (
+            "floor/bf16" if method == "floor" else f"method/{method}/bf16",
+            f"position/{method}",
+        )
+        rows = [row for name in names if name in result.cells for row in result.cells[name].rows]
+        if rows:
+            curves[method] = position_curve(rows)
+    return curves
+
+
+def position_table(result: StudyResult) -> Table | None:
     """Gives the mean gap by position of the response token."""
-    curves = {
-        name: position_curve(result.cells[name].rows) for name in names if name in result.cells
-    }
+    curves = position_curves(result)
     edges = sorted({edge for curve in curves.values() for edge in curve})
     if not edges:
         return None
@@ -249,8 +261,8 @@ def position_table(result: StudyResult, names: Sequence[str]) -> Table | None:
         ]
         for edge in edges
     ]
-    head = ["position", *(name.partition("/")[2] for name in curves)]
-    return Table("Gap by token position", "Mean |gap| in nats.", head, lines)
+    note = "Mean |gap| in nats, BF16 trainer."
+    return Table("Gap by token position", note, ["position", *curves], lines)
 
 
 def position_curve(rows: Sequence[Row]) -> dict[int, Interval]:
