@@ -1,8 +1,9 @@
 """What quantisers would see in a dense model: inputs of its MLPs' fc1 and fc2, and K and V.
 
-TRACE does not quantise a dense MLP, but its activations are those of a really pretrained model. Two forwards of the same tokens, such as one in FP32 and one in BF16,
-play trainer and rollout: how often do their codes differ, to nearest and guided? Nothing that is
-quantised is fed back, so each place is compared under what arithmetic alone makes different.
+TRACE does not quantise a dense MLP, but its activations are those of a really pretrained model.
+Two forwards of the same tokens, such as one in FP32 and one in BF16, play trainer and rollout: how
+often do their codes differ, to nearest and guided? Nothing that is quantised is fed back, so each
+place is compared under what arithmetic alone makes different.
 
 Legend: B sequences, S positions, N rows (tokens, B * S in [S, B] order), K values of a row.
 """

@@ -22,7 +22,7 @@ ALLOWED = {
     "rl": LEVEL_2 | {"rollout", "training"},
     "study": LEVEL_2 | {"rollout", "training", "rl"},
     "arguments": {"config"},
-    "testing": LEVEL_2 | {"rollout", "training", "rl", "arguments"},
+    "testing": LEVEL_2 | {"rollout", "training", "rl", "study", "arguments"},
 }
 
 
