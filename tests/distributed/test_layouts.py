@@ -95,6 +95,10 @@ LAYOUTS = {
     "TP2 ETP2 packed activations": Layout(2, {TP: 2, ETP: 2}, trace=PACKED),
     "ETP2 all-gather": Layout(2, {ETP: 2}, config=ALL_GATHER),
     "TP2 residues of 2 bits": Layout(2, {TP: 2}, trace={"hint_bits": 2, "hint_scales": "residue"}),
+    "TP2 ETP2 W4A8": Layout(2, {TP: 2, ETP: 2}, trace={"number_format": "mxfp4_w4a8"}),
+    "TP2 EP2 MXFP4 packed activations": Layout(
+        2, {TP: 2, EP: 2}, trace={"number_format": "mxfp4", **PACKED}
+    ),
     "TP2 full recomputation": Layout(
         2,
         {TP: 2, ETP: 2},
@@ -131,6 +135,7 @@ def _task(layout: Layout, folder) -> Task:
         sites=HINT_SITES,
         num_bits=trace.get("hint_bits", 1),
         scale_form=trace.get("hint_scales", "raw"),
+        number_format=trace.get("number_format", "nvfp4"),
     )
     with HintFilesWriter(folder) as writer:
         for sample in rolled.samples:
