@@ -28,7 +28,8 @@ a share of the row's root mean square, which changes small values more):
     100 % (stale)            .001   .005      .000   .000      .000   .000
     another row's            .001   .006      .000   .000      .000   .000
 
-The other formats, on the first table's rows, with the thresholds of `THRESHOLDS`:
+The other formats, on the first table's rows, with the thresholds of `THRESHOLDS`
+(`tests/unit/hints/test_number_formats.py`):
 
     the trainer's values      K =  32     64    128   2048
     4over6   within 10 %         .971   .999  1.000  1.000
@@ -45,10 +46,11 @@ The other formats, on the first table's rows, with the thresholds of `THRESHOLDS
 * 4over6: a block may have either of two scales, so a wrong one is seldomer far from both.
 * MX: the next scale is a factor of 2 away, and noise of 3 % moves 3 % of the blocks there: allowing
   none would refuse 6 % of the true rows of two blocks. But 81 % of a wrong row's blocks are within
-  one such step as well, so that parity alone decides; hence 70 % instead of 65 % for MXFP4, whose
-  parity is also a little safer (.95 against .95 at 3 %, .84 against .82 at 10 %).
-* MXFP8: values lie 6 to 12 % apart, so that parity falls fast (.90 at 1 %, .72 at 3 %, .50 at
-  10 %): there a lowest bit is of no use, and the guard says so.
+  one such step as well, so that parity alone decides; hence 70 % instead of 65 % for MXFP4, which
+  with 65 % would take .047 and .006 of the wrong rows of 32 and 64 values. True rows can afford it:
+  their parity is .84 at 10 %, that of NVFP4 .82.
+* MXFP8: values lie 6 to 12 % apart, so that parity falls fast (.91 at 1 %, .72 at 3 %, .50 at
+  10 %): there a lowest bit is of no use, and the guard says so. Its rows are long.
 """
 
 from __future__ import annotations
