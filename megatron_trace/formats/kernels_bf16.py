@@ -22,8 +22,8 @@ from megatron_trace.formats import kernels_octets as octets
 # An FP32 power of two p, plus 1.5 * 2^22 * p, rounds to multiples of p / 2.
 _BIAS: tl.constexpr = tl.constexpr(1.5 * 2.0**22)
 _EXPONENT_MASK: tl.constexpr = tl.constexpr(0x7F800000)
-_MAGNITUDES: tl.constexpr = tl.constexpr(0x7FFF7FFF)
-_SIGNS: tl.constexpr = tl.constexpr(0x80008000 - (1 << 32))
+MAGNITUDES: tl.constexpr = tl.constexpr(0x7FFF7FFF)
+SIGNS: tl.constexpr = tl.constexpr(0x80008000 - (1 << 32))
 _HIGH: tl.constexpr = tl.constexpr(-(1 << 16))
 # The byte of 1.0 in E4M3.
 _ONE: tl.constexpr = tl.constexpr(0x38)
@@ -91,11 +91,11 @@ def rounded(pairs, global_scale, reciprocal, rest, T: tl.constexpr):
         signs: int32 [T, 4], +0 in blocks of zeros.
         byte: int32 [T], E4M3.
     """
-    magnitudes = pairs & _MAGNITUDES
-    amax = tl.reduce(magnitudes, 1, _max_pairs)
-    amax = tl.reduce(tl.reshape(amax, (T // 2, 2)), 1, _max_pairs, keep_dims=True)
+    magnitudes = pairs & MAGNITUDES
+    amax = tl.reduce(magnitudes, 1, max_pairs)
+    amax = tl.reduce(tl.reshape(amax, (T // 2, 2)), 1, max_pairs, keep_dims=True)
     amax = tl.reshape(tl.broadcast_to(amax, (T // 2, 2)), (T,))
-    amax = low_half(_max_pairs(amax, amax >> 16))
+    amax = low_half(max_pairs(amax, amax >> 16))
     zero = amax == 0
     # An infinite quotient would become NaN.
     amax = tl.minimum(amax, global_scale * 3072.0, propagate_nan=tl.PropagateNan.ALL)
@@ -106,7 +106,7 @@ def rounded(pairs, global_scale, reciprocal, rest, T: tl.constexpr):
     effective = scale * global_scale
     limit = effective * 6.0
     r, s = reciprocal_of(effective)
-    signs = pairs & tl.where(zero, 0, _SIGNS)[:, None]
+    signs = pairs & tl.where(zero, 0, SIGNS)[:, None]
 
     magnitudes = _min_pairs(magnitudes, pair_of(limit, limit)[:, None])
     lows, lows_biased = _nearest(low_half(magnitudes), r[:, None], s[:, None])
@@ -117,7 +117,12 @@ def rounded(pairs, global_scale, reciprocal, rest, T: tl.constexpr):
 @triton.jit
 def _nearest(magnitude, reciprocal, rest):
     """Gives a magnitude rounded to the ladder, and the biased sum that rounded it."""
-    a = divided(magnitude, reciprocal, rest)
+    return round_to_ladder(divided(magnitude, reciprocal, rest))
+
+
+@triton.jit
+def round_to_ladder(a):
+    """Gives a, 0 to 6, rounded to E2M1, and the biased sum that rounded it."""
     power = _power(a)
     biased = tl.fma(power, _BIAS, a)
     return tl.fma(power, -_BIAS, biased), biased
@@ -145,7 +150,7 @@ def guided(pairs, word, byte, global_scale, NUM_BITS: tl.constexpr, CODES: tl.co
     r, s = reciprocal_of(effective)
     # A NaN is passed on, but not by a block of zeros.
     pairs &= tl.where(zero, 0, -1)[:, None]
-    magnitudes = _min_pairs(pairs & _MAGNITUDES, pair_of(limit, limit)[:, None])
+    magnitudes = _min_pairs(pairs & MAGNITUDES, pair_of(limit, limit)[:, None])
     even = 2 * tl.arange(0, 4)[None, :]
     word = word[:, None]
     lows = low_half(magnitudes)
@@ -153,9 +158,9 @@ def guided(pairs, word, byte, global_scale, NUM_BITS: tl.constexpr, CODES: tl.co
     lows = _guided_half(lows, pairs << 16, r[:, None], s[:, None], word, even, NUM_BITS, CODES)
     highs = _guided_half(highs, pairs, r[:, None], s[:, None], word, even + 1, NUM_BITS, CODES)
     if CODES:
-        out = codes(lows, highs, pairs & _SIGNS)
+        out = codes(lows, highs, pairs & SIGNS)
     else:
-        out = dequantised(lows, highs, effective[:, None], pairs & _SIGNS)
+        out = dequantised(lows, highs, effective[:, None], pairs & SIGNS)
     return out
 
 
@@ -175,6 +180,20 @@ def _guided_half(
     if CODES:
         # A NaN of either is beyond.
         a = tl.where(a < 5.5, a, 5.0)
+    return chosen(a, sign, word, column, NUM_BITS)
+
+
+@triton.jit
+def chosen(a, sign, word, column, NUM_BITS: tl.constexpr):
+    """Gives, of the two values of E2M1 beside a, the one that the hint says.
+
+    Args:
+        a: FP32 [T, 4], 0 to about 5, or NaN.
+        sign: int32 [T, 4], bit 31 the sign.
+        word: int32 [T, 1]; 8 mantissa bits, pairs of lowest bits, or codes.
+        column: int32 [1, 4]; where in the octet the values are.
+        NUM_BITS: 1, 2 or 4.
+    """
     power = _power(a)
     lower = _fma_down(power, _BIAS, a)
     upper = _fma_up(power, _BIAS, a)
@@ -225,6 +244,15 @@ def recorded(pairs, global_scale, NUM_BITS: tl.constexpr, T: tl.constexpr):
     lows, highs, lows_biased, highs_biased, effective, signs, byte = rounded(
         pairs, global_scale, reciprocal, rest, T
     )
+    word = hint_word(lows, highs, lows_biased, highs_biased, signs, NUM_BITS, T)
+    return dequantised(lows, highs, effective, signs), word, byte
+
+
+@triton.jit
+def hint_word(
+    lows, highs, lows_biased, highs_biased, signs, NUM_BITS: tl.constexpr, T: tl.constexpr
+):
+    """Gives int32 [T], the hint that values rounded to E2M1 leave behind."""
     if NUM_BITS == 1:
         word = mantissa_bits(lows_biased, highs_biased, T)
     else:
@@ -234,7 +262,7 @@ def recorded(pairs, global_scale, NUM_BITS: tl.constexpr, T: tl.constexpr):
             word = ((word >> 2) | word) & 0x0F0F0F0F
             word = ((word >> 4) | word) & 0x00FF00FF
             word = ((word >> 8) | word) & 0x0000FFFF
-    return dequantised(lows, highs, effective, signs), word, byte
+    return word
 
 
 @triton.jit
@@ -247,8 +275,9 @@ def paired(x, T: tl.constexpr):
 @triton.jit
 def unpaired(pairs, T: tl.constexpr):
     """Gives pairs [T, 4] as BF16 [T, 8]."""
-    x = tl.reshape(tl.join(low_half(pairs), high_half(pairs)), (T, 8))
-    return x.to(tl.bfloat16)
+    # By bits, because a cast drops the sign of a NaN.
+    halves = tl.join(pairs.to(tl.int16), (pairs >> 16).to(tl.int16))
+    return tl.reshape(halves, (T, 8)).to(tl.bfloat16, bitcast=True)
 
 
 @triton.jit
@@ -344,7 +373,7 @@ def as_pairs(pointer):
 
 
 @triton.jit
-def _max_pairs(a, b):
+def max_pairs(a, b):
     return tl.inline_asm_elementwise(
         "max.NaN.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
     )

@@ -1,7 +1,6 @@
 """Triton kernels of MXFP4: the same names, arguments and bits as `mxfp4`.
 
-Legend: as `kernels`; a block is 4 octets. Scales are powers of two, and so are their reciprocals:
-a product with one is the quotient, rounded once, whatever the dtype.
+Legend: as `kernels`; a block is 4 octets. BF16 goes in pairs (`kernels_bf16_mx`).
 """
 
 from __future__ import annotations
@@ -11,6 +10,9 @@ import triton
 import triton.language as tl
 from triton.runtime.interpreter import InterpretedFunction
 
+from megatron_trace.formats import kernels_bf16 as bf16
+from megatron_trace.formats import kernels_bf16_mx as bf16_mx
+from megatron_trace.formats import kernels_e8m0 as e8m0
 from megatron_trace.formats import kernels_octets as octets
 from megatron_trace.formats.checks import (
     require_guide,
@@ -21,11 +23,6 @@ from megatron_trace.formats.checks import (
 from megatron_trace.formats.constants import MX_BLOCK_SIZE
 from megatron_trace.formats.scales_e8m0 import DEFAULT_RULE, ScaleRule
 
-_FRACTION_MASK: tl.constexpr = tl.constexpr((1 << 23) - 1)
-# FP32 bits of 2^-127, a denormal number.
-_LEAST_BITS: tl.constexpr = tl.constexpr(1 << 22)
-# Of E2M1.
-_HALF_STEP: tl.constexpr = tl.constexpr(1 << 21)
 _RULES = ("rceil", "floor", "even", "ceil")
 _WARPS = 4
 # Of an octet, by bits a value.
@@ -56,7 +53,8 @@ def rtn(
     """
     x = prepared(x, global_scale)
     y = torch.empty_like(x)
-    launch(_record_kernel, x, dtype, x, y, y, y, NUM_BITS=0, RULE=known_rule(scale_rule))
+    rule, pairs = known_rule(scale_rule), in_pairs(x, dtype)
+    launch(_record_kernel, x, dtype, x, y, y, y, NUM_BITS=0, RULE=rule, PAIRS=pairs)
     return y
 
 
@@ -93,8 +91,8 @@ def rtn_record(
     hint = x.new_empty((*rows, length * num_bits // 8), dtype=torch.uint8)
     scale_bytes = x.new_empty((*rows, length // MX_BLOCK_SIZE), dtype=torch.uint8)
     words = hint.flatten().view(_WORDS[num_bits])
-    rule = known_rule(scale_rule)
-    launch(_record_kernel, x, dtype, x, y, words, scale_bytes, NUM_BITS=num_bits, RULE=rule)
+    constants = {"RULE": known_rule(scale_rule), "PAIRS": in_pairs(x, dtype)}
+    launch(_record_kernel, x, dtype, x, y, words, scale_bytes, NUM_BITS=num_bits, **constants)
     return y, hint, scale_bytes
 
 
@@ -134,7 +132,8 @@ def guided(
     words, dtype_of_words = hint.flatten(), _WORDS[num_bits]
     aligned = words.data_ptr() % dtype_of_words.itemsize == 0
     words = (words if aligned else words.clone()).view(dtype_of_words)
-    launch(_guided_kernel, x, dtype, x, words, scale_bytes.contiguous(), y, NUM_BITS=num_bits)
+    constants = {"NUM_BITS": num_bits, "PAIRS": in_pairs(x, dtype)}
+    launch(_guided_kernel, x, dtype, x, words, scale_bytes.contiguous(), y, **constants)
     return y
 
 
@@ -147,13 +146,19 @@ def _record_kernel(
     num_octets,
     NUM_BITS: tl.constexpr,
     RULE: tl.constexpr,
+    PAIRS: tl.constexpr,
     ROUNDED: tl.constexpr,
     T: tl.constexpr,
 ):
     first, left = octets.octets_of_program(num_octets, T, 1)
-    x = octets.load_tile(x_ptr + first * 8, left, 0, T)
-    y, word, byte = rounded_octets(x, NUM_BITS, RULE, T)
-    octets.store_tile(y_ptr + first * 8, y.to(ROUNDED), left, 0, T)
+    if PAIRS:
+        pairs = bf16.load_pair_tile(x_ptr + first * 8, left, 0, T)
+        y, word, byte = bf16_mx.recorded(pairs, NUM_BITS if NUM_BITS else 1, RULE, T)
+        bf16.store_pairs(y_ptr + first * 8, y, left, 0, T)
+    else:
+        x = octets.load_tile(x_ptr + first * 8, left, 0, T)
+        y, word, byte = rounded_octets(x, NUM_BITS, RULE, T)
+        octets.store_tile(y_ptr + first * 8, y.to(ROUNDED), left, 0, T)
     if NUM_BITS:
         scale_bytes_ptr += first // 4
         octets.store_hint(hint_ptr + first, scale_bytes_ptr, word, byte, left, 0, T, NUM_BITS, 4)
@@ -167,18 +172,24 @@ def _guided_kernel(
     y_ptr,
     num_octets,
     NUM_BITS: tl.constexpr,
+    PAIRS: tl.constexpr,
     ROUNDED: tl.constexpr,
     T: tl.constexpr,
 ):
     first, left = octets.octets_of_program(num_octets, T, 1)
-    x = octets.load_tile(x_ptr + first * 8, left, 0, T)
     word, byte = octets.load_hint(
         hint_ptr + first, scale_bytes_ptr + first // 4, left, 0, T, NUM_BITS, 4
     )
-    a, effective, zero = guided_quotients(x, byte)
-    chosen = octets.guided_magnitudes(x, word, a, NUM_BITS, False)
-    y = octets.dequantised(chosen, octets.sign_bits_of(x), effective, zero)
-    octets.store_tile(y_ptr + first * 8, y.to(ROUNDED), left, 0, T)
+    if PAIRS:
+        pairs = bf16.load_pair_tile(x_ptr + first * 8, left, 0, T)
+        y = bf16_mx.guided(pairs, word, byte, NUM_BITS, False)
+        bf16.store_pairs(y_ptr + first * 8, y, left, 0, T)
+    else:
+        x = octets.load_tile(x_ptr + first * 8, left, 0, T)
+        a, effective, zero = guided_quotients(x, byte)
+        chosen = octets.guided_magnitudes(x, word, a, NUM_BITS, False)
+        y = octets.dequantised(chosen, octets.sign_bits_of(x), effective, zero)
+        octets.store_tile(y_ptr + first * 8, y.to(ROUNDED), left, 0, T)
 
 
 @triton.jit
@@ -198,8 +209,8 @@ def rounded_octets(x, NUM_BITS: tl.constexpr, RULE: tl.constexpr, T: tl.constexp
     """
     x = tl.reshape(x, (T // 4, 4, 8))
     magnitude, amax = magnitudes_of(x)
-    byte = scale_byte_of(amax, RULE, 6.0, 2, _HALF_STEP)
-    effective, reciprocal, zero = scales_of(byte)
+    byte = e8m0.scale_byte_of(amax, RULE, 6.0, 2, e8m0.E2M1_HALF_STEP)
+    effective, reciprocal, zero = e8m0.scales_of(byte)
     # Not tl.minimum: a NaN is to become 6, in the interpreter too.
     a = magnitude * reciprocal
     nearest, biased, power = octets.round_to_ladder(tl.where(a < 6.0, a, 6.0))
@@ -227,54 +238,9 @@ def guided_quotients(x, byte):
         x: float [T, 8].
         byte: int32 [T], E8M0.
     """
-    effective, reciprocal, zero = scales_of(byte[:, None])
+    effective, reciprocal, zero = e8m0.scales_of(byte[:, None])
     # A NaN is passed on, but not by a block of zeros.
     return tl.where(zero, 0.0, tl.abs(x.to(tl.float32))) * reciprocal, effective, zero
-
-
-@triton.jit
-def scale_byte_of(
-    amax,
-    RULE: tl.constexpr,
-    LARGEST: tl.constexpr,
-    EXPONENT: tl.constexpr,
-    HALF_STEP: tl.constexpr,
-):
-    """Gives the E8M0 byte, int32, of a block's largest magnitude; `scales_e8m0` says the rules.
-
-    Args:
-        amax: FP32.
-        RULE: A rule.
-        LARGEST: Largest magnitude of the elements.
-        EXPONENT: Its exponent.
-        HALF_STEP: What `even` adds to the bits of amax: half a step of the elements.
-    """
-    bits = amax.to(tl.int32, bitcast=True)
-    if RULE == "rceil":
-        byte = _exponent_rounded_up(tl.div_rn(amax, LARGEST))
-    elif RULE == "floor":
-        byte = (bits >> 23) - EXPONENT
-    elif RULE == "even":
-        byte = ((bits + HALF_STEP) >> 23) - EXPONENT
-    else:
-        byte = _exponent_rounded_up(amax) - EXPONENT
-    byte = tl.minimum(tl.maximum(byte, 0), 254)
-    return tl.where(amax == amax, byte, 255)
-
-
-@triton.jit
-def _exponent_rounded_up(value):
-    bits = value.to(tl.int32, bitcast=True)
-    return tl.where(bits <= _LEAST_BITS, 0, (bits + _FRACTION_MASK) >> 23)
-
-
-@triton.jit
-def scales_of(byte):
-    """Gives the scale of a byte, 0 for byte 0; its reciprocal; whether the byte is 0."""
-    scale = (byte << 23).to(tl.float32, bitcast=True)
-    scale = tl.where(byte == 255, float("nan"), scale)
-    reciprocal = tl.maximum((254 - byte) << 23, _LEAST_BITS).to(tl.float32, bitcast=True)
-    return scale, tl.where(byte == 255, float("nan"), reciprocal), byte == 0
 
 
 _INTERPRETED = isinstance(_record_kernel, InterpretedFunction)
@@ -309,7 +275,15 @@ def prepared(x: torch.Tensor, global_scale: None) -> torch.Tensor:
         raise ValueError(
             f"the Triton kernels of MX formats take FP32, BF16 and FP16; got {x.dtype}"
         )
-    return x.contiguous()
+    x = x.contiguous()
+    # Pairs of values are loaded.
+    return x if x.data_ptr() % 4 == 0 else x.clone()
+
+
+def in_pairs(x: torch.Tensor, dtype: torch.dtype | None) -> bool:
+    """Says whether x is quantised two values in a register."""
+    # The interpreter knows neither PTX nor an fma that rounds once.
+    return x.dtype == (dtype or x.dtype) == torch.bfloat16 and not _INTERPRETED
 
 
 def known_rule(scale_rule: ScaleRule) -> str:

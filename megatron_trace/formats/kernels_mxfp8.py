@@ -9,6 +9,9 @@ import torch
 import triton
 import triton.language as tl
 
+from megatron_trace.formats import kernels_bf16 as bf16
+from megatron_trace.formats import kernels_bf16_mx as bf16_mx
+from megatron_trace.formats import kernels_e8m0 as e8m0
 from megatron_trace.formats import kernels_mxfp4 as mxfp4
 from megatron_trace.formats import kernels_octets as octets
 from megatron_trace.formats.checks import require_guide, require_num_bits
@@ -21,7 +24,6 @@ _EXPONENT_MASK: tl.constexpr = tl.constexpr(0x7F800000)
 _LEAST_NORMAL_BITS: tl.constexpr = tl.constexpr(121 << 23)
 _BIAS: tl.constexpr = tl.constexpr(1.5 * 2.0**20)
 _BIAS_BITS: tl.constexpr = tl.constexpr((20 << 23) | (1 << 22))
-_HALF_STEP: tl.constexpr = tl.constexpr(1 << 19)
 # Of an octet, by bits a value; 8 bits are stored value by value.
 _WORDS = {1: torch.uint8, 2: torch.int16, 8: torch.uint8}
 
@@ -49,9 +51,8 @@ def rtn(
     """
     x = mxfp4.prepared(x, global_scale)
     y = torch.empty_like(x)
-    mxfp4.launch(
-        _record_kernel, x, dtype, x, y, y, y, NUM_BITS=0, RULE=mxfp4.known_rule(scale_rule)
-    )
+    rule, pairs = mxfp4.known_rule(scale_rule), mxfp4.in_pairs(x, dtype)
+    mxfp4.launch(_record_kernel, x, dtype, x, y, y, y, NUM_BITS=0, RULE=rule, PAIRS=pairs)
     return y
 
 
@@ -88,8 +89,8 @@ def rtn_record(
     hint = x.new_empty((*rows, length * num_bits // 8), dtype=torch.uint8)
     scale_bytes = x.new_empty((*rows, length // MX_BLOCK_SIZE), dtype=torch.uint8)
     words = hint.flatten().view(_WORDS[num_bits])
-    rule = mxfp4.known_rule(scale_rule)
-    mxfp4.launch(_record_kernel, x, dtype, x, y, words, scale_bytes, NUM_BITS=num_bits, RULE=rule)
+    constants = {"RULE": mxfp4.known_rule(scale_rule), "PAIRS": mxfp4.in_pairs(x, dtype)}
+    mxfp4.launch(_record_kernel, x, dtype, x, y, words, scale_bytes, NUM_BITS=num_bits, **constants)
     return y, hint, scale_bytes
 
 
@@ -129,7 +130,8 @@ def guided(
     words, dtype_of_words = hint.flatten(), _WORDS[num_bits]
     aligned = words.data_ptr() % dtype_of_words.itemsize == 0
     words = (words if aligned else words.clone()).view(dtype_of_words)
-    mxfp4.launch(_guided_kernel, x, dtype, x, words, scale_bytes.contiguous(), y, NUM_BITS=num_bits)
+    constants = {"NUM_BITS": num_bits, "PAIRS": mxfp4.in_pairs(x, dtype)}
+    mxfp4.launch(_guided_kernel, x, dtype, x, words, scale_bytes.contiguous(), y, **constants)
     return y
 
 
@@ -142,13 +144,19 @@ def _record_kernel(
     num_octets,
     NUM_BITS: tl.constexpr,
     RULE: tl.constexpr,
+    PAIRS: tl.constexpr,
     ROUNDED: tl.constexpr,
     T: tl.constexpr,
 ):
     first, left = octets.octets_of_program(num_octets, T, 1)
-    x = octets.load_tile(x_ptr + first * 8, left, 0, T)
-    y, word, byte = rounded_octets(x, NUM_BITS, RULE, T)
-    octets.store_tile(y_ptr + first * 8, y.to(ROUNDED), left, 0, T)
+    if PAIRS:
+        pairs = bf16.load_pair_tile(x_ptr + first * 8, left, 0, T)
+        y, word, byte = rounded_pairs(pairs, NUM_BITS, RULE, T)
+        bf16.store_pairs(y_ptr + first * 8, y, left, 0, T)
+    else:
+        x = octets.load_tile(x_ptr + first * 8, left, 0, T)
+        y, word, byte = rounded_octets(x, NUM_BITS, RULE, T)
+        octets.store_tile(y_ptr + first * 8, y.to(ROUNDED), left, 0, T)
     if NUM_BITS:
         hint_ptr += first * (8 if NUM_BITS == 8 else 1)
         scale_bytes_ptr += first // 4
@@ -163,17 +171,71 @@ def _guided_kernel(
     y_ptr,
     num_octets,
     NUM_BITS: tl.constexpr,
+    PAIRS: tl.constexpr,
     ROUNDED: tl.constexpr,
     T: tl.constexpr,
 ):
     first, left = octets.octets_of_program(num_octets, T, 1)
-    x = octets.load_tile(x_ptr + first * 8, left, 0, T)
     hint_ptr += first * (8 if NUM_BITS == 8 else 1)
     word, byte = octets.load_hint(hint_ptr, scale_bytes_ptr + first // 4, left, 0, T, NUM_BITS, 4)
-    a, effective, zero = mxfp4.guided_quotients(x, byte)
-    chosen = guided_magnitudes(x, word, a, NUM_BITS, False)
-    y = octets.dequantised(chosen, octets.sign_bits_of(x), effective, zero)
-    octets.store_tile(y_ptr + first * 8, y.to(ROUNDED), left, 0, T)
+    if PAIRS:
+        pairs = bf16.load_pair_tile(x_ptr + first * 8, left, 0, T)
+        y = guided_pairs(pairs, word, byte, NUM_BITS, False, T)
+        bf16.store_pairs(y_ptr + first * 8, y, left, 0, T)
+    else:
+        x = octets.load_tile(x_ptr + first * 8, left, 0, T)
+        a, effective, zero = mxfp4.guided_quotients(x, byte)
+        chosen = guided_magnitudes(x, word, a, NUM_BITS, False)
+        y = octets.dequantised(chosen, octets.sign_bits_of(x), effective, zero)
+        octets.store_tile(y_ptr + first * 8, y.to(ROUNDED), left, 0, T)
+
+
+@triton.jit
+def rounded_pairs(pairs, NUM_BITS: tl.constexpr, RULE: tl.constexpr, T: tl.constexpr):
+    """Gives what `rounded_octets` gives, of and as BF16 pairs, int32 [T, 4]."""
+    byte = bf16_mx.scale_bytes_of(pairs, RULE, 448.0, 8, e8m0.E4M3_HALF_STEP, T)
+    scale, reciprocal, zero = e8m0.scales_of(byte[:, None])
+    # A block of zeros may hold values too small to have a scale.
+    pairs &= tl.where(zero, 0, -1)
+    magnitudes = pairs & bf16.MAGNITUDES
+    # The scale of a block with a NaN is NaN; its codes are those of 448.
+    lows, low = _rounded(tl.minimum(bf16.low_half(magnitudes) * reciprocal, 448.0))
+    highs, high = _rounded(tl.minimum(bf16.high_half(magnitudes) * reciprocal, 448.0))
+    low |= (pairs >> 8) & 0x80
+    high |= (pairs >> 24) & 0x80
+    if NUM_BITS == 8:
+        word = tl.reshape(tl.join(low, high), (T, 8))
+    else:
+        BITS: tl.constexpr = NUM_BITS if NUM_BITS else 1
+        MASK: tl.constexpr = 2 * BITS - 1
+        both = (low & MASK) | ((high & MASK) << BITS)
+        word = tl.sum(both << (2 * BITS * tl.arange(0, 4)[None, :]), axis=1)
+    return bf16.dequantised(lows, highs, scale, pairs & bf16.SIGNS), word, byte
+
+
+@triton.jit
+def guided_pairs(pairs, word, byte, NUM_BITS: tl.constexpr, CODES: tl.constexpr, T: tl.constexpr):
+    """Gives BF16 pairs int32 [T, 4] guided by the hint of their octets; or codes int32 [T, 8]."""
+    scale, reciprocal, zero = e8m0.scales_of(byte[:, None])
+    # A NaN is passed on, but not by a block of zeros.
+    pairs &= tl.where(zero, 0, -1)
+    magnitudes = pairs & bf16.MAGNITUDES
+    if NUM_BITS == 8:
+        low, high = tl.split(tl.reshape(word, (T, 4, 2)))
+    else:
+        low = word[:, None] >> (2 * NUM_BITS * tl.arange(0, 4)[None, :])
+        high = low >> NUM_BITS
+    low_a = _bounded(bf16.low_half(magnitudes) * reciprocal, CODES)
+    high_a = _bounded(bf16.high_half(magnitudes) * reciprocal, CODES)
+    lows = _chosen(low_a, low, pairs << 16, NUM_BITS)
+    highs = _chosen(high_a, high, pairs, NUM_BITS)
+    if CODES:
+        low = codes_of(lows, pairs << 16, zero)
+        high = codes_of(highs, pairs, zero)
+        out = tl.reshape(tl.join(low, high), (T, 8))
+    else:
+        out = bf16.dequantised(lows, highs, scale, pairs & bf16.SIGNS)
+    return out
 
 
 @triton.jit
@@ -193,8 +255,8 @@ def rounded_octets(x, NUM_BITS: tl.constexpr, RULE: tl.constexpr, T: tl.constexp
     """
     x = tl.reshape(x, (T // 4, 4, 8))
     magnitude, amax = mxfp4.magnitudes_of(x)
-    byte = mxfp4.scale_byte_of(amax, RULE, 448.0, 8, _HALF_STEP)
-    effective, reciprocal, zero = mxfp4.scales_of(byte)
+    byte = e8m0.scale_byte_of(amax, RULE, 448.0, 8, e8m0.E4M3_HALF_STEP)
+    effective, reciprocal, zero = e8m0.scales_of(byte)
     # Not tl.minimum: a NaN is to become 448, in the interpreter too.
     a = magnitude * reciprocal
     nearest, index = _rounded(tl.where(a < 448.0, a, 448.0))
@@ -225,18 +287,24 @@ def guided_magnitudes(x, word, a, NUM_BITS: tl.constexpr, CODES: tl.constexpr):
     Returns:
         FP32 [T, 8].
     """
-    # From 416 on the candidates are 416 and 448, so that 432 may stand for all values beyond.
-    if CODES:
-        a = tl.where(a < 432.0, a, 432.0)
-    else:
-        a = tl.minimum(a, 432.0, propagate_nan=tl.PropagateNan.ALL)
+    a = _bounded(a, CODES)
     wanted = word if NUM_BITS == 8 else word[:, None] >> (NUM_BITS * tl.arange(0, 8)[None, :])
     return _chosen(a, wanted, octets.sign_bits_of(x), NUM_BITS)
 
 
 @triton.jit
+def _bounded(a, CODES: tl.constexpr):
+    # From 416 on the candidates are 416 and 448, so that 432 may stand for all values beyond.
+    if CODES:
+        a = tl.where(a < 432.0, a, 432.0)
+    else:
+        a = tl.minimum(a, 432.0, propagate_nan=tl.PropagateNan.ALL)
+    return a
+
+
+@triton.jit
 def codes_of(magnitude, sign_bits, zero):
-    """Gives int32 [T, 8], the E4M3 codes of magnitudes on the ladder; 0 where `zero`."""
+    """Gives int32, the E4M3 codes of magnitudes on the ladder; 0 where `zero`."""
     # E4M3 is FP32's own layout, 2^120 times smaller.
     index = (magnitude * 7.52316384526264e-37).to(tl.int32, bitcast=True) >> 20
     return tl.where(zero, 0, index | ((sign_bits >> 24) & 0x80))

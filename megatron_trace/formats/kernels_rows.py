@@ -22,6 +22,7 @@ from megatron_trace.formats.checks import (
 from megatron_trace.formats.number_format import NumberFormat
 
 _WARPS = 4
+_TILE = 32 * _WARPS
 # An octet of a hint, by its bits; 8 bits are stored value by value.
 WORDS = {**kernels.WORDS, 8: torch.uint8}
 
@@ -104,6 +105,7 @@ def guided(
         NUM_BITS=num_bits,
         CODE_BITS=number_format.code_bits,
         CODES=False,
+        ONE_ROW=x.shape[-1] % (8 * _TILE) == 0,
         **constants_of(x, scales, number_format, dtype),
     )
     return y
@@ -154,6 +156,7 @@ def guided_packed(
         NUM_BITS=num_bits,
         CODE_BITS=bits,
         CODES=True,
+        ONE_ROW=x.shape[-1] % (8 * _TILE) == 0,
         **constants_of(x, scales, number_format, None),
     )
     return packed, own_bytes
@@ -199,6 +202,7 @@ def _guided_kernel(
     NUM_BITS: tl.constexpr,
     CODE_BITS: tl.constexpr,
     CODES: tl.constexpr,
+    ONE_ROW: tl.constexpr,
     FORMAT: tl.constexpr,
     RULE: tl.constexpr,
     ROW: tl.constexpr,
@@ -208,23 +212,31 @@ def _guided_kernel(
     T: tl.constexpr,
 ):
     first, left = octets.octets_of_program(num_octets, T, 1)
-    octet = tl.arange(0, T)
-    row = ((first % row_octets).to(tl.int32) + octet) // row_octets
-    present = tl.load(has_hint_ptr + first // row_octets + row, mask=octet < left, other=1) != 0
     x = tiles.load(x_ptr + first * 8, left, 0, PAIRS, T)
     hint_ptr += first * (8 if NUM_BITS == 8 else 1)
     hint = octets.load_hint(hint_ptr, scale_bytes_ptr + first // BLOCK, left, 0, T, NUM_BITS, BLOCK)
     scales = tiles.load_scales(scale_ptr, first, left, 0, BLOCK, ROW, T)
-    out = tiles.guided(x, hint, scales, NUM_BITS, FORMAT, ROW, PAIRS, CODES, T)
+    has_hint_ptr += first // row_octets
     _, byte = hint
-    if tl.min(present.to(tl.int32), axis=0) == 0:
-        y, word, own_byte = tiles.nearest(x, scales, CODE_BITS, FORMAT, RULE, ROW, PAIRS, T)
-        byte = tl.where(present, byte, own_byte)
-        own = word if CODES else y
-        if CODES and CODE_BITS == 4:
-            out = tl.where(present, out, own)
+    if ONE_ROW:
+        if tl.load(has_hint_ptr) != 0:
+            out = tiles.guided(x, hint, scales, NUM_BITS, FORMAT, ROW, PAIRS, CODES, T)
         else:
-            out = tl.where(present[:, None], out, own)
+            y, word, byte = tiles.nearest(x, scales, CODE_BITS, FORMAT, RULE, ROW, PAIRS, T)
+            out = word if CODES else y
+    else:
+        octet = tl.arange(0, T)
+        row = ((first % row_octets).to(tl.int32) + octet) // row_octets
+        present = tl.load(has_hint_ptr + row, mask=octet < left, other=1) != 0
+        out = tiles.guided(x, hint, scales, NUM_BITS, FORMAT, ROW, PAIRS, CODES, T)
+        if tl.min(present.to(tl.int32), axis=0) == 0:
+            y, word, own_byte = tiles.nearest(x, scales, CODE_BITS, FORMAT, RULE, ROW, PAIRS, T)
+            byte = tl.where(present, byte, own_byte)
+            own = word if CODES else y
+            if CODES and CODE_BITS == 4:
+                out = tl.where(present, out, own)
+            else:
+                out = tl.where(present[:, None], out, own)
     if CODES:
         out_ptr += first * (8 if CODE_BITS == 8 else 1)
         out_bytes_ptr += first // BLOCK
@@ -324,14 +336,13 @@ def _launch(kernel, x: torch.Tensor, *arguments: torch.Tensor, **constants: obje
     num_octets = x.numel() // 8
     if num_octets == 0:
         return
-    tile = 32 * _WARPS
     with torch.cuda.device_of(x):
-        kernel[(triton.cdiv(num_octets, tile),)](
+        kernel[(triton.cdiv(num_octets, _TILE),)](
             *arguments,
             num_octets,
             x.shape[-1] // 8,
             **constants,
-            T=tile,
+            T=_TILE,
             num_warps=_WARPS,
             # 4over6: a product and a sum rounded once would be another error.
             enable_fp_fusion=False,

@@ -2,8 +2,8 @@
 
 Legend: as `kernels`. FORMAT is the name of a `NumberFormat`, RULE its rule, ROW how many octets
 share a global scale (0: all), BLOCK how many a block has: 4 in MX formats, which have no global
-scale. With PAIRS a tile is [T, 4] pairs of BF16, see `kernels_bf16`, of which NVFP4 makes use;
-without, it is [T, 8] of any float dtype.
+scale. With PAIRS a tile is [T, 4] pairs of BF16, see `kernels_bf16`; all but 4over6 make use
+of them; without, it is [T, 8] of any float dtype.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from megatron_trace.formats import kernels_bf16 as bf16
+from megatron_trace.formats import kernels_bf16_mx as bf16_mx
 from megatron_trace.formats import kernels_four_over_six as four_over_six
 from megatron_trace.formats import kernels_mxfp4 as mxfp4
 from megatron_trace.formats import kernels_mxfp8 as mxfp8
@@ -55,6 +56,10 @@ def nearest(
                 bf16.unpaired(x, T), _scales_of_blocks(scales, ROW, T), BITS, T
             )
             y = bf16.paired(y, T)
+    elif PAIRS and FORMAT == "mxfp4":
+        y, word, byte = bf16_mx.recorded(x, BITS, RULE, T)
+    elif PAIRS and FORMAT == "mxfp8":
+        y, word, byte = mxfp8.rounded_pairs(x, BITS, RULE, T)
     else:
         values = bf16.unpaired(x, T) if PAIRS else x
         if FORMAT == "mxfp4":
@@ -110,6 +115,10 @@ def guided(
             out = _guided_octets(bf16.unpaired(x, T), word, byte, scales, NUM_BITS, FORMAT, CODES)
             if not CODES:
                 out = bf16.paired(out, T)
+    elif PAIRS and FORMAT == "mxfp4":
+        out = bf16_mx.guided(x, word, byte, NUM_BITS, CODES)
+    elif PAIRS and FORMAT == "mxfp8":
+        out = mxfp8.guided_pairs(x, word, byte, NUM_BITS, CODES, T)
     else:
         values = bf16.unpaired(x, T) if PAIRS else x
         out = _guided_octets(values, word, byte, scales, NUM_BITS, FORMAT, CODES)

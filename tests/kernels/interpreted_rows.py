@@ -1,6 +1,6 @@
 """Compares the kernels of rows with `ops` in torch; a program, for TRITON_INTERPRET.
 
-python interpreted_rows.py FORMAT DEVICE        prints how many inputs were compared
+python interpreted_rows.py FORMAT DEVICE DTYPE     prints how many inputs were compared
 """
 
 import sys
@@ -33,6 +33,9 @@ def compare(fmt: NumberFormat, dtype: torch.dtype, device: str) -> int:
             bits = fmt.hint_bits if every else fmt.hint_bits[num_compared % 3 :][:1]
             _compare(fmt, x, scale, bits, device, f"{case.name} {dtype}")
         num_compared += 1
+    # A tile lies in one row.
+    x = torch.randn(3, 1024).to(dtype)
+    _compare(fmt, x, 0.002 if fmt.has_global_scale else None, (1,), device, f"long rows {dtype}")
     return num_compared
 
 
@@ -80,11 +83,9 @@ def _compare(fmt: NumberFormat, x: torch.Tensor, scale, all_bits, device: str, w
 def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    name, device = sys.argv[1:]
     # The interpreter truncates FP32 to BF16; a GPU does not.
-    dtypes = [torch.float32, torch.bfloat16, torch.float16][: 3 if device == "cuda" else 1]
-    fmt = NUMBER_FORMATS[name]
-    sys.stdout.write(f"{sum(compare(fmt, dtype, device) for dtype in dtypes)} inputs")
+    name, device, dtype = sys.argv[1:]
+    sys.stdout.write(f"{compare(NUMBER_FORMATS[name], getattr(torch, dtype), device)} inputs")
 
 
 if __name__ == "__main__":
