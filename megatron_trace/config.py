@@ -10,14 +10,13 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from megatron_trace.formats.number_format import FORMAT_SETS
+from megatron_trace.hints.types import HINT_BITS, QuantisedParts
 
 Method = Literal["bf16", "qat", "trace"]
 Experts = Literal["auto", "local", "te", "te_recipe"]
 Implementation = Literal["auto", "torch", "triton"]
 HintScales = Literal["raw", "residue"]
 NumberFormatName = Literal["nvfp4", "nvfp4_4over6", "mxfp4", "mxfp4_w4a8"]
-QuantisedParts = Literal["experts_and_kv", "experts", "kv"]
-HINT_BITS = (1, 2, 4)
 SITES_OF_PARTS = {"experts": ("fc1", "fc2"), "kv": ("k", "v")}
 HINT_SITES = (*SITES_OF_PARTS["experts"], *SITES_OF_PARTS["kv"])
 DEFAULT_HINT_SITES = ("fc1", "k", "v")

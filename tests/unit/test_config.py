@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 
-from megatron_trace.config import TraceConfig
+from megatron_trace.config import NumberFormatName, TraceConfig
+from megatron_trace.formats import FORMAT_SETS
 
 
 @pytest.mark.parametrize(
@@ -89,6 +92,10 @@ def test_what_contradicts_the_number_format_or_the_parts_is_refused(settings, me
 def test_the_default_sites_are_those_that_are_quantised(parts, guided):
     config = TraceConfig(quantised_parts=parts)
     assert config.sites_in(("fc1", "fc2", "k", "v")) == guided
+
+
+def test_every_set_of_formats_can_be_chosen():
+    assert get_args(NumberFormatName) == tuple(FORMAT_SETS)
 
 
 def test_power_of_two_scales_go_with_four_over_six():

@@ -11,7 +11,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 LEVEL_2 = {"formats", "hints", "models", "config", "compat", "metrics"}
 # Part of the package -> the other parts that it may import.
 ALLOWED = {
-    "config": {"formats"},
+    "config": {"formats", "hints"},
     "compat": set(),
     "formats": set(),
     "hints": {"formats"},
