@@ -20,13 +20,22 @@ from unittest import mock
 
 import torch
 import transformer_engine_torch as tex
+from megatron.core import optimizer
+from megatron.core.optimizer import clip_grads
+from megatron.core.optimizer import optimizer as optimizer_step
 from megatron.core.transformer.moe import moe_utils
+from megatron.core.utils import (
+    local_multi_tensor_applier,
+    local_multi_tensor_l2_norm,
+    local_multi_tensor_scale,
+)
 from transformer_engine.pytorch.cpp_extensions.gemm import _unwrap_tensor
 from transformer_engine.pytorch.module import grouped_linear
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
 CAPABILITY = (9, 0)
+STEPS = (optimizer_step, clip_grads)
 
 
 @contextlib.contextmanager
@@ -42,6 +51,13 @@ def te_on_cpu() -> Iterator[None]:
         (grouped_linear, "is_module_grouped_tensor_path_supported", lambda *_: False),
         # Megatron's router then multiplies by torch.
         (moe_utils, "te_general_gemm", None),
+        # Its optimizer then does without TE's fused Adam, as where TE is not installed.
+        (optimizer, "Adam", torch.optim.AdamW),
+        (optimizer, "USING_PYTORCH_OPTIMIZER", True),
+        *((module, "multi_tensor_applier", local_multi_tensor_applier) for module in STEPS),
+        *((module, "multi_tensor_scale_impl", local_multi_tensor_scale) for module in STEPS),
+        (clip_grads, "multi_tensor_scale_tensor_impl", None),
+        (clip_grads, "l2_norm_impl", local_multi_tensor_l2_norm),
         (tex, "fused_multi_row_padding", _pad),
         (tex, "fused_multi_row_unpadding", _unpad),
     ]
