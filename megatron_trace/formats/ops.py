@@ -133,8 +133,11 @@ def guided(
         )
         return straight_through(x, y)
     y = module.guided(values, hint, scale_bytes, global_scale, num_bits=num_bits, dtype=dtype)
-    nearest = module.rtn(values, global_scale, dtype=dtype, **number_format.rules)
-    return straight_through(x, torch.where(present, y, nearest))
+    if isinstance(global_scale, torch.Tensor) and global_scale.numel() > 1:
+        nearest = module.rtn(values, global_scale, dtype=dtype, **number_format.rules)
+        return straight_through(x, torch.where(present, y, nearest))
+    y[~has_hint] = module.rtn(values[~has_hint], global_scale, dtype=dtype, **number_format.rules)
+    return straight_through(x, y)
 
 
 def encode(

@@ -209,20 +209,24 @@ class Rounding:
         """
         values = values.detach()
         if self.hint is None:
-            return self._nearest(values)
-        guided = ops.guided(
+            return ops.rtn(
+                values,
+                self.global_scale,
+                number_format=self.number_format,
+                dtype=self.operand_dtype,
+                implementation=self.implementation,
+            )
+        return ops.guided(
             values,
             self.hint.payload,
             self.hint.scale_bytes,
             self.global_scale,
             num_bits=self.hint.num_bits,
+            has_hint=self.hint.has_hint,
             number_format=self.number_format,
             dtype=self.operand_dtype,
             implementation=self.implementation,
         )
-        rest = ~self.hint.has_hint
-        guided[rest] = self._nearest(values[rest])
-        return guided
 
     def packed(self, values: torch.Tensor) -> PackedRows:
         """Gives the codes whose dequantised values `quantised` gives.
@@ -246,15 +250,6 @@ class Rounding:
             )
         return PackedRows(
             packed_codes, scale_bytes, self.global_scale, self.operand_dtype, self.number_format
-        )
-
-    def _nearest(self, values: torch.Tensor) -> torch.Tensor:
-        return ops.rtn(
-            values,
-            self.global_scale,
-            number_format=self.number_format,
-            dtype=self.operand_dtype,
-            implementation=self.implementation,
         )
 
 
