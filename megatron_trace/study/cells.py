@@ -135,7 +135,7 @@ METHODS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("full-codes", {"bits": 4, "guard": False}),
 )
 DTYPES: tuple[Literal["bf16", "fp32"], ...] = ("bf16", "fp32")
-NOISES = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1)
+NOISES = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0, 3.0)
 # (learning rate, steps): a rate of RL, and one at which a policy ages fast.
 LAGS = ((1e-5, 1), (1e-5, 2), (1e-5, 3), (3e-4, 1), (3e-4, 3), (3e-4, 10), (3e-4, 30))
 
@@ -302,11 +302,15 @@ def _routing() -> Iterator[Cell]:
 
 
 def _gradients() -> Iterator[Cell]:
-    for name, fields in METHODS:
-        yield Cell(f"gradient/{name}", gradient=True, **fields)
-    for bits in (2, 4):
-        yield Cell(f"gradient/trace-{bits}-bits", gradient=True, bits=bits, guard=False)
-    yield Cell("gradient/trace-latter-half", gradient=True, layers=("latter", 0.5))
+    more: tuple[tuple[str, dict[str, Any]], ...] = (
+        ("trace-2-bits", {"bits": 2, "guard": False}),
+        ("trace-latter-half", {"layers": ("latter", 0.5)}),
+    )
+    for dtype in DTYPES:
+        for name, fields in (*METHODS, *more):
+            # In BF16 first: names without a dtype.
+            suffix = "" if dtype == "bf16" else f"/{dtype}"
+            yield Cell(f"gradient/{name}{suffix}", gradient=True, dtype=dtype, **fields)
 
 
 def _damaged() -> Iterator[Cell]:

@@ -14,10 +14,10 @@ DAMAGES = {
     "wrong_scales": "right bits with block scales of other tokens",
     "other_sample": "hints of another sample",
 }
-# A damaged hint is harmless if nine of ten rows are rejected and the gap stays near qat's, and
-# harmful, without the guard, if the gap is at least as large as without any hint.
+# Damaged hints are noticed if nine of ten rows are rejected and nineteen twentieths of what they do
+# without the guard is prevented; they are harmful if, without it, the gap is larger than qat's.
 MIN_REJECTED = 0.9
-MAX_GAP_WITH_GUARD = 1.5
+MAX_HARM_LEFT = 0.05
 # Guidance helps if it leaves less than this share of qat's gap, and no more if it leaves more.
 HELPS_BELOW = 0.5
 HELPS_NO_MORE = 0.8
@@ -88,16 +88,17 @@ def _damaged(result: StudyResult) -> Iterator[tuple[str, Check]]:
             found = rejected_share(result, name)
             return f"{found:.1%} of the rows rejected", found >= MIN_REJECTED
 
-        def harmless(name: str = guarded) -> tuple[str, bool]:
-            found = ratio_to_qat(result, name)
-            return f"gap {found:.2f} of qat's", found <= MAX_GAP_WITH_GUARD
+        def prevented(name: str = guarded, bare: str = bare) -> tuple[str, bool]:
+            left, whole = ratio_to_qat(result, name), ratio_to_qat(result, bare)
+            text = f"gap {left:.2f} of qat's with the guard, {whole:.2f} without"
+            return text, left - 1 <= MAX_HARM_LEFT * (whole - 1)
 
         def harmful(name: str = bare) -> tuple[str, bool]:
             found = ratio_to_qat(result, name)
             return f"gap {found:.2f} of qat's", found >= 1.0
 
         yield f"the guard rejects {words}", rejected
-        yield f"with the guard, {words} do little harm", harmless
+        yield f"the guard prevents nearly all harm of {words}", prevented
         yield f"without the guard, {words} are worse than none", harmful
 
 

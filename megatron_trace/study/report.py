@@ -22,6 +22,7 @@ from megatron_trace.study.tables import (
     number,
     position_table,
     ratio_text,
+    rejection_table,
     routing_table,
     shown,
 )
@@ -182,7 +183,9 @@ def _controls(results: Sequence[StudyResult]) -> Table:
     lines = []
     for result in results:
         for control in check_controls(result):
-            state = {True: "yes", False: "**NO**", None: "not run"}[control.holds]
+            if control.holds is None:
+                continue
+            state = {True: "yes", False: "**NO**"}[control.holds]
             lines.append([study_name(result), control.claim, control.numbers, state])
     head = ["study", "what must be so", "measured", "is so"]
     return Table("Controls", "", head, lines)
@@ -214,6 +217,7 @@ def study_page(result: StudyResult, plots: Path | None) -> str:
             "Codes unlike the rollout's under QAT, by layer (FP32 trainer)",
         ),
         position_table(result),
+        rejection_table(result),
         routing_table(result),
         gradient_table(result),
         lag_table(result),

@@ -103,6 +103,7 @@ class Study:
         # What every cell copies stays where the trainer is.
         self._weights = {name: value.to(self._device) for name, value in model.weights.items()}
         self._stores: dict[tuple[Any, ...], HintStore] = {}
+        self._references: dict[str, ChunkGradients] = {}
         self.identity = {
             "version": VERSION,
             "weights": weights_digest(model.weights),
@@ -183,7 +184,7 @@ class Study:
     def measure(self, cell: Cell) -> tuple[list[Row], dict[str, Any]]:
         """Gives the rows of a cell, and what is true of it as a whole."""
         if cell.gradient:
-            return gradient_rows(cell.name, self._gradients(cell), self._reference_gradients), {}
+            return gradient_rows(cell.name, self._gradients(cell), self._reference(cell)), {}
         if cell.lag:
             return self._measure_aged(cell)
         if cell.fresh:
@@ -233,9 +234,12 @@ class Study:
 
     # The policy gradient.
 
-    @cached_property
-    def _reference_gradients(self) -> ChunkGradients:
-        return self._gradients(self._full_codes("gradient/reference", gradient=True))
+    def _reference(self, cell: Cell) -> ChunkGradients:
+        """Gives the gradients of full codes by a trainer of the cell's dtype."""
+        if cell.dtype not in self._references:
+            full = self._full_codes("gradient/reference", gradient=True, dtype=cell.dtype)
+            self._references[cell.dtype] = self._gradients(full)
+        return self._references[cell.dtype]
 
     def _gradients(self, cell: Cell) -> ChunkGradients:
         rollouts = self.rollouts(cell.engine)

@@ -170,6 +170,25 @@ def shared_counts(
     return shown(share(rows, draws, (*path, part), (*path, whole)))
 
 
+def rejection_table(result: StudyResult) -> Table | None:
+    """Gives the share of the hint rows that the guard rejected, by site."""
+    lines = []
+    for name, cell in result.cells.items():
+        if not cell.cell["guard"] or not any("rows" in row for row in cell.rows):
+            continue
+        if name.partition("/")[0] not in ("method", "control", "noise", "lag", "format"):
+            continue
+        draws = draws_of(len(cell.rows))
+        kept = [
+            share(cell.rows, draws, ("rows", site, "guided"), ("rows", site, "present"))
+            for site in ALL_SITES
+        ]
+        rejected = [Interval(1 - k.value, 1 - k.high, 1 - k.low) for k in kept]
+        lines.append([name, *map(shown, rejected)])
+    note = "Hints of intact cells should be accepted, those of other rows rejected."
+    return Table("Rejected hint rows", note, ["", *ALL_SITES], lines) if lines else None
+
+
 def routing_table(result: StudyResult) -> Table | None:
     """Gives how often the live router sends a token to another expert set."""
     lines = []
@@ -192,8 +211,9 @@ def gradient_table(result: StudyResult) -> Table | None:
             lines.append([name.partition("/")[2], row["group"], shown(cosine), shown(error)])
     head = ["method", "parameters", "cosine with full codes", "relative error"]
     note = (
-        "Gradient of the GRPO loss over all samples (fixed synthetic advantages, BF16 trainer), "
-        "against the trainer with full codes at all places; resampled by chunks of samples."
+        "Gradient of the GRPO loss over all samples (fixed synthetic advantages; BF16 trainer, or "
+        "FP32 where it says so) against the same trainer with full codes at all places; resampled "
+        "by chunks of samples."
     )
     return Table("Policy gradient", note, head, lines) if lines else None
 

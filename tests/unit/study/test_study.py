@@ -87,6 +87,7 @@ def test_controls_notice_hints_that_were_not_damaged(result):
     }
     found = [control.holds for control in check_controls(StudyResult(result.header, cells))]
     assert found.count(False) == 6  # Rejected and harmful, of three kinds of damage.
+    assert found.count(True) == 3  # Nothing is left of a harm that there was not.
 
 
 def test_controls_without_cells_are_not_run(result):
@@ -99,7 +100,7 @@ def test_the_report_is_written_from_whatever_is_there(result, tmp_path):
     partial = StudyResult(result.header, {name: result.cells[name] for name in kept})
     text = write_report([partial], tmp_path / "study").read_text()
     assert "random-test, bf16" in text
-    assert "not run" in text
+    assert "the guard rejects" not in text
     page = (tmp_path / "study" / "random-test.md").read_text()
     assert "trace/bf16" in page
     assert "fp32" not in page.partition("## Methods")[2].partition("###")[0]
