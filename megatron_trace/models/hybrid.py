@@ -14,10 +14,12 @@ from typing import Any
 import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import LocalSpecProvider
+from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec_for_backend
 from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
 from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols, parse_hybrid_pattern
 from megatron.core.models.hybrid.hybrid_model import HybridModel
+from megatron.core.parallel_state import is_pipeline_first_stage, is_pipeline_last_stage
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import TransformerConfig
@@ -25,6 +27,12 @@ from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubm
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.multi_token_prediction import (
+    MultiTokenPredictionBlock,
+    MultiTokenPredictionBlockSubmodules,
+    MultiTokenPredictionLayer,
+    MultiTokenPredictionLayerSubmodules,
+)
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import (
     MoETransformerLayer,
@@ -36,6 +44,8 @@ from megatron_trace.models.attention import SDPACoreAttention
 from megatron_trace.models.moe import DispatchInputMoELayer, UnweightedSequentialMLP
 from megatron_trace.models.norm import RMSNorm
 from megatron_trace.models.routing import forget_global_replay_instances
+
+DecoderModel = HybridModel | GPTModel
 
 MIXERS = frozenset(
     {Symbols.ATTENTION, Symbols.GDN, Symbols.MAMBA, Symbols.MLA, Symbols.DS_ATTENTION}
@@ -140,6 +150,40 @@ class _ExpertSpecProvider(LocalSpecProvider):
         return partial(self.modules.experts, submodules=linears)
 
 
+def attention_spec(modules: HybridModules, *, qk_layernorm: bool) -> ModuleSpec:
+    """Gives the spec of a self-attention.
+
+    Args:
+        modules: Classes of this side.
+        qk_layernorm: Whether queries and keys are normalised before RoPE.
+    """
+    qk_norm: Any = RMSNorm if qk_layernorm else None
+    return ModuleSpec(
+        module=modules.self_attention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=SelfAttentionSubmodules(
+            linear_qkv=ColumnParallelLinear,
+            core_attention=modules.core_attention,
+            linear_proj=RowParallelLinear,
+            q_layernorm=qk_norm,
+            k_layernorm=qk_norm,
+        ),
+    )
+
+
+def moe_builder(modules: HybridModules, *, num_experts: int) -> Any:
+    """Gives what builds a MoE layer from a configuration.
+
+    Args:
+        modules: Classes of this side.
+        num_experts: Routed experts.
+    """
+    moe: Any = get_moe_module_spec_for_backend(
+        _ExpertSpecProvider(modules), num_experts=num_experts, moe_grouped_gemm=False
+    )
+    return partial(modules.moe_layer, **moe.keywords)
+
+
 def hybrid_stack_spec(
     modules: HybridModules, *, num_experts: int, qk_layernorm: bool
 ) -> ModuleSpec:
@@ -151,31 +195,16 @@ def hybrid_stack_spec(
         qk_layernorm: Whether queries and keys are normalised before RoPE.
     """
     bias_dropout_add: Any = get_bias_dropout_add
-    qk_norm: Any = RMSNorm if qk_layernorm else None
     layers: dict[str, ModuleSpec] = {}
     if num_experts:
-        moe: Any = get_moe_module_spec_for_backend(
-            _ExpertSpecProvider(modules), num_experts=num_experts, moe_grouped_gemm=False
-        )
         layers["moe_layer"] = ModuleSpec(
             module=MoETransformerLayer,
             submodules=TransformerLayerSubmodules(
                 pre_mlp_layernorm=RMSNorm,
-                mlp=partial(modules.moe_layer, **moe.keywords),
+                mlp=moe_builder(modules, num_experts=num_experts),
                 mlp_bda=bias_dropout_add,
             ),
         )
-    attention = ModuleSpec(
-        module=modules.self_attention,
-        params={"attn_mask_type": AttnMaskType.causal},
-        submodules=SelfAttentionSubmodules(
-            linear_qkv=ColumnParallelLinear,
-            core_attention=modules.core_attention,
-            linear_proj=RowParallelLinear,
-            q_layernorm=qk_norm,
-            k_layernorm=qk_norm,
-        ),
-    )
     return ModuleSpec(
         module=LocalHybridStack,
         submodules=HybridStackSubmodules(
@@ -183,22 +212,39 @@ def hybrid_stack_spec(
                 module=TransformerLayer,
                 submodules=TransformerLayerSubmodules(
                     input_layernorm=RMSNorm,
-                    self_attention=attention,
+                    self_attention=attention_spec(modules, qk_layernorm=qk_layernorm),
                     self_attn_bda=bias_dropout_add,
                 ),
             ),
             mlp_layer=ModuleSpec(
                 module=TransformerLayer,
                 submodules=TransformerLayerSubmodules(
-                    pre_mlp_layernorm=RMSNorm, mlp=_dense_mlp, mlp_bda=bias_dropout_add
+                    pre_mlp_layernorm=RMSNorm, mlp=dense_mlp, mlp_bda=bias_dropout_add
                 ),
             ),
+            mtp_block_spec=_mtp_block_spec(),
             **layers,
         ),
     )
 
 
-def _dense_mlp(config: TransformerConfig, *args: Any, **kwargs: Any) -> MLP:
+def _mtp_block_spec() -> ModuleSpec:
+    """Gives the norms and the projection of MTP; its layers are those of the pattern after `/`."""
+    norm: Any = RMSNorm
+    layer = ModuleSpec(
+        module=MultiTokenPredictionLayer,
+        submodules=MultiTokenPredictionLayerSubmodules(
+            enorm=norm, hnorm=norm, layer_norm=norm, eh_proj=ColumnParallelLinear
+        ),
+    )
+    return ModuleSpec(
+        module=MultiTokenPredictionBlock,
+        submodules=MultiTokenPredictionBlockSubmodules(layer_specs=[layer]),
+    )
+
+
+def dense_mlp(config: TransformerConfig, *args: Any, **kwargs: Any) -> MLP:
+    """Builds the dense MLP of a layer."""
     linears: Any = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
     kwargs["ffn_hidden_size"] = config.ffn_hidden_size
     return MLP.as_mlp_submodule(linears, config, *args, **kwargs)
@@ -213,25 +259,29 @@ def build_hybrid_model(
     modules: HybridModules,
     rotary_percent: float = 1.0,
     rotary_base: int = 10_000,
-    pre_process: bool = True,
-    post_process: bool = True,
+    pre_process: bool | None = None,
+    post_process: bool | None = None,
+    vp_stage: int | None = None,
 ) -> HybridModel:
     """Builds a HybridModel of attention, MLP and MoE layers on this process's device.
 
     Args:
         config: Model configuration; `num_layers` counts pattern positions.
-        pattern: Hybrid layer pattern, such as `*E*E`, or `*-*E` with a dense MLP.
+        pattern: Hybrid layer pattern, such as `*E*E`, or `*-*E` with a dense MLP. `|` ends a
+            pipeline stage: `*E*|E` gives two; stage i of p ranks and v virtual stages goes to rank
+            i % p as its virtual stage i // p. `/` begins the layers of multi-token prediction.
         vocab_size: Rows of the embedding.
         max_sequence_length: Longest sequence in tokens.
         modules: Classes of this side.
         rotary_percent: Share of the head dim that RoPE rotates.
         rotary_base: Base period of RoPE.
-        pre_process: Whether this pipeline stage has the embedding.
-        post_process: Whether this pipeline stage has the output layer.
+        pre_process: Whether this stage has the embedding; None asks Megatron's parallel state.
+        post_process: Whether this stage has the output layer; None likewise.
+        vp_stage: Virtual pipeline stage of this rank to build; None without virtual stages.
 
     Raises:
-        ValueError: The pattern contains other layers, or contradicts `num_layers` or
-            `num_moe_experts`.
+        ValueError: The pattern contains other layers, or contradicts `num_layers`,
+            `num_moe_experts` or the pipeline.
     """
     main = _main_pattern(pattern)
     unknown = sorted(set(main) - {Symbols.ATTENTION, Symbols.MLP, Symbols.MOE})
@@ -249,6 +299,12 @@ def build_hybrid_model(
         raise ValueError(
             f"pattern {pattern!r} has MoE layers, but num_moe_experts={config.num_moe_experts}"
         )
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    _require_stages(config, pattern, groups.pp.size(), vp_stage)
+    if pre_process is None:
+        pre_process = is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage)
+    if post_process is None:
+        post_process = is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
     model = HybridModel(
         config,
         hybrid_stack_spec(modules, num_experts=num_experts, qk_layernorm=config.qk_layernorm),
@@ -262,11 +318,43 @@ def build_hybrid_model(
         rotary_base=rotary_base,
         parallel_output=True,
         share_embeddings_and_output_weights=False,
-        pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
+        pg_collection=groups,
+        vp_stage=vp_stage,
     )
     forget_global_replay_instances(model)
     # `use_cpu_initialization` gives the same weights on every machine, but leaves them on the CPU.
     return model.to(torch.cuda.current_device())
+
+
+def _require_stages(
+    config: TransformerConfig, pattern: str, num_ranks: int, vp_stage: int | None
+) -> None:
+    """Refuses what Megatron 0.19.2 would build otherwise than the pattern says."""
+    if config.pipeline_model_parallel_size != num_ranks:
+        raise ValueError(
+            f"pipeline_model_parallel_size={config.pipeline_model_parallel_size} in the model "
+            f"configuration, but the pipeline group has {num_ranks} ranks; set both alike"
+        )
+    virtual = config.virtual_pipeline_model_parallel_size
+    if (virtual is None) != (vp_stage is None):
+        raise ValueError(
+            f"virtual_pipeline_model_parallel_size={virtual} contradicts vp_stage={vp_stage}; give "
+            "the virtual stage to build, or none of both"
+        )
+    stages = (parse_hybrid_pattern(pattern).main_pattern or "").split(Symbols.PIPE)
+    num_stages = len(stages)
+    if not all(stages[1:-1]):
+        # Measured with virtual stages: its output is its input, and gradients came out wrong.
+        raise ValueError(
+            f"pattern {pattern!r} has a stage without layers between others, through which "
+            "gradients do not flow rightly; give it a layer"
+        )
+    if num_stages != num_ranks * (virtual or 1):
+        raise ValueError(
+            f"pattern {pattern!r} has {num_stages} stages (parted by |), but "
+            f"pipeline_model_parallel_size={num_ranks} with {virtual or 1} virtual stages needs "
+            f"{num_ranks * (virtual or 1)}"
+        )
 
 
 def decoder_layer_indices(pattern: str) -> list[int]:
@@ -307,14 +395,57 @@ def pattern_sites(pattern: str) -> tuple[str, ...]:
     return sites
 
 
-def decoder_layers(model: HybridModel) -> list[DecoderLayer]:
+@dataclass(frozen=True)
+class DecoderLayout:
+    """Decoder layers of a whole model, equal on every pipeline stage; without those of MTP.
+
+    Attributes:
+        num_layers: Decoder layers of the checkpoint.
+        moe_layers: Those with a MoE, as in routing records.
+        sites: Sites that any of them has, of fc1, fc2, k and v.
+    """
+
+    num_layers: int
+    moe_layers: tuple[int, ...]
+    sites: tuple[str, ...]
+
+
+def decoder_layout(model: DecoderModel) -> DecoderLayout:
+    """Gives the decoder layers of the whole model of which `model` may be a stage."""
+    if isinstance(model, GPTModel):
+        layers = tuple(range(model.config.num_layers))
+        if model.config.num_moe_experts is None:
+            return DecoderLayout(len(layers), (), ("k", "v"))
+        return DecoderLayout(len(layers), layers, ("fc1", "fc2", "k", "v"))
+    pattern = model.hybrid_layer_pattern
+    assert pattern is not None, "build_hybrid_model sets the pattern"
+    indices = decoder_layer_indices(pattern)
+    symbols = zip(_main_pattern(pattern), indices, strict=True)
+    return DecoderLayout(
+        num_layers=1 + max(indices),
+        moe_layers=tuple(layer for symbol, layer in symbols if symbol == Symbols.MOE),
+        sites=pattern_sites(pattern),
+    )
+
+
+def decoder_layers(model: DecoderModel) -> list[DecoderLayer]:
     """Gives the decoder layers of this pipeline stage, without those of MTP.
 
     A layer that a stage boundary cuts in two appears on both stages, with what each holds.
     """
+    stack: Any = model.decoder
+    if isinstance(model, GPTModel):
+        return [
+            DecoderLayer(
+                layer.layer_number - 1,
+                layer.self_attention,
+                moe=layer.mlp if isinstance(layer.mlp, MoELayer) else None,
+                mlp=None if isinstance(layer.mlp, MoELayer) else layer.mlp,
+            )
+            for layer in stack.layers
+        ]
     assert model.hybrid_layer_pattern is not None, "build_hybrid_model sets the pattern"
     indices = decoder_layer_indices(model.hybrid_layer_pattern)
-    stack: Any = model.decoder
     parts: dict[int, dict[str, Any]] = {}
     for symbol, layer in zip(stack.layer_type_list, stack.layers, strict=True):
         empty: dict[str, Any] = {"attention": None, "moe": None, "mlp": None}

@@ -11,6 +11,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router_replay import RouterReplay
@@ -27,7 +28,7 @@ def replay_instances(model: HybridModel) -> list[RouterReplay]:
     ]
 
 
-def forget_global_replay_instances(model: HybridModel) -> None:
+def forget_global_replay_instances(model: torch.nn.Module) -> None:
     """Takes the model's routers (those of MTP too) out of the process-global list."""
     own = {
         id(module.router_replay)

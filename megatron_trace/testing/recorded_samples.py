@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -192,26 +193,31 @@ class SeenValues:
     Attributes:
         inputs: float [rows, K] of each call.
         outputs: The same, quantised.
+        sample_ids: Samples of the micro-batch that was in force at each call.
     """
 
     inputs: list[torch.Tensor] = field(default_factory=list)
     outputs: list[torch.Tensor] = field(default_factory=list)
+    sample_ids: list[tuple[str, ...]] = field(default_factory=list)
 
 
 @contextlib.contextmanager
-def seen_values(sites: TraceSites) -> Iterator[dict[Place, SeenValues]]:
-    """Collects what the activation quantisers of a model get and give, by place."""
+def seen_values(*chunks: TraceSites) -> Iterator[dict[Place, SeenValues]]:
+    """Collects what the activation quantisers of a model (or its chunks) get and give, by place."""
     seen: dict[Place, SeenValues] = {}
     quantised, packed = Rounding.quantised, Rounding.packed
-    rounding, slot_rounding = sites.rounding, sites.slot_rounding
-    last: list[Place] = []
+    last: list[tuple[Place, TraceSites]] = []
 
-    def noting_place(layer: int, site: Site, rows: torch.Tensor) -> Rounding:
-        last[:] = [(layer, site)]
+    def noting_place(
+        sites: TraceSites, rounding: Any, layer: int, site: Site, rows: Any
+    ) -> Rounding:
+        last[:] = [((layer, site), sites)]
         return rounding(layer, site, rows)
 
-    def noting_slots(rows: torch.Tensor, place: Place, *args: Any, **kwargs: Any) -> Rounding:
-        last[:] = [place]
+    def noting_slots(
+        sites: TraceSites, slot_rounding: Any, rows: Any, place: Place, *args: Any, **kwargs: Any
+    ) -> Rounding:
+        last[:] = [(place, sites)]
         return slot_rounding(rows, place, *args, **kwargs)
 
     def noting_values(self: Rounding, rows: torch.Tensor) -> torch.Tensor:
@@ -225,14 +231,18 @@ def seen_values(sites: TraceSites) -> Iterator[dict[Place, SeenValues]]:
         return codes
 
     def note(rows: torch.Tensor, values: torch.Tensor) -> None:
-        place = seen.setdefault(last[0], SeenValues())
-        place.inputs.append(rows)
-        place.outputs.append(values)
+        (place, sites), *_ = last
+        assert sites.micro_batch_in_force is not None, "the quantiser has just asked for it"
+        of_place = seen.setdefault(place, SeenValues())
+        of_place.inputs.append(rows)
+        of_place.outputs.append(values)
+        of_place.sample_ids.append(sites.micro_batch_in_force.sample_ids)
 
-    with (
-        mock.patch.object(sites, "rounding", noting_place),
-        mock.patch.object(sites, "slot_rounding", noting_slots),
-        mock.patch.object(Rounding, "quantised", noting_values),
-        mock.patch.object(Rounding, "packed", noting_codes),
-    ):
+    with contextlib.ExitStack() as stack:
+        for sites in chunks:
+            for name, noting in (("rounding", noting_place), ("slot_rounding", noting_slots)):
+                patched = partial(noting, sites, getattr(sites, name))
+                stack.enter_context(mock.patch.object(sites, name, patched))
+        stack.enter_context(mock.patch.object(Rounding, "quantised", noting_values))
+        stack.enter_context(mock.patch.object(Rounding, "packed", noting_codes))
         yield seen

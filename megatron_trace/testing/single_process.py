@@ -81,6 +81,7 @@ def tiny_moe_config(pattern: str, **overrides: Any) -> TransformerConfig:
         "use_cpu_initialization": True,
         "inference_rng_tracker": True,
         "params_dtype": torch.float32,
+        "pipeline_dtype": torch.float32,
     }
     if "E" in pattern:
         fields |= {

@@ -14,7 +14,8 @@ from megatron_trace.hints.store import HintStore
 from megatron_trace.hints.types import QuantizerSettings, RolloutSample
 from megatron_trace.testing.recorded_samples import calibrate, random_samples, record
 from megatron_trace.testing.single_process import tiny_moe_config
-from megatron_trace.training.model import TrainerAttention, build_trainer_model
+from megatron_trace.training.model import TrainerAttention
+from megatron_trace.training.pipeline import build_trainer_chunks
 from megatron_trace.training.sites import TraceSites
 
 VOCAB_SIZE = 16
@@ -23,7 +24,13 @@ MAX_SEQUENCE_LENGTH = 32
 LENGTHS = ((5, 3), (3, 0), (7, 4), (2, 6))
 
 
-def tiny_trainer(
+def tiny_trainer(method: Method = "trace", **arguments: Any) -> tuple[HybridModel, TraceSites]:
+    """Builds a trainer model, or this rank's pipeline stage, see `tiny_trainer_chunks`."""
+    ((model, sites),) = tiny_trainer_chunks(method, **arguments)
+    return model, sites
+
+
+def tiny_trainer_chunks(
     method: Method = "trace",
     *,
     pattern: str = "*E*E",
@@ -35,8 +42,8 @@ def tiny_trainer(
     seed: int = 0,
     settings: QuantizerSettings | None = None,
     **trace: Any,
-) -> tuple[HybridModel, TraceSites]:
-    """Builds a trainer model whose weights depend on the seed only.
+) -> list[tuple[HybridModel, TraceSites]]:
+    """Builds the chunks of a trainer model whose weights depend on the seed and the stage only.
 
     Args:
         method: Method of TRACE.
@@ -51,7 +58,7 @@ def tiny_trainer(
         **trace: Fields of `TraceConfig`; all layers are recorded unless it says otherwise.
     """
     torch.manual_seed(seed)
-    model, sites = build_trainer_model(
+    chunks = build_trainer_chunks(
         tiny_moe_config(pattern, **config or {}),
         pattern=pattern,
         vocab_size=VOCAB_SIZE,
@@ -61,9 +68,10 @@ def tiny_trainer(
         attention=attention,
         rotary_base=rotary_base,
     )
-    if settings is not None and sites.quantises:
-        sites.settings = settings
-    return model, sites
+    for _, sites in chunks:
+        if settings is not None and sites.quantises:
+            sites.settings = settings
+    return chunks
 
 
 @dataclass(frozen=True)

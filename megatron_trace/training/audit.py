@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 
 import torch
-from megatron.core.models.hybrid.hybrid_model import HybridModel
 
-from megatron_trace.models.hybrid import decoder_layers, named_expert_linears
+from megatron_trace.models.hybrid import DecoderModel, decoder_layers, named_expert_linears
 from megatron_trace.training.report import Tally
 from megatron_trace.training.shape import ModelShape, Place, place_name
 from megatron_trace.training.te_choice import FACTORIES
@@ -15,7 +14,7 @@ from megatron_trace.training.te_choice import FACTORIES
 QUANTISED_CONFIG_FIELDS = ("fp8", "fp4", "quant_recipe")
 
 
-def foreign_quantisers(model: HybridModel) -> list[str]:
+def foreign_quantisers(model: DecoderModel) -> list[str]:
     """Names whatever in a model quantises, or could, beside the places of TRACE.
 
     These are: ModelOpt's quantisers, Megatron's own low-precision settings, parameters that are not
@@ -68,7 +67,7 @@ def unexpected_quantising(
     ]
 
 
-def _own_modules(model: HybridModel) -> set[int]:
+def _own_modules(model: DecoderModel) -> set[int]:
     own = set()
     for layer in decoder_layers(model):
         if layer.attention is not None:

@@ -80,6 +80,7 @@ class TraceModelBuilder(HybridModelBuilder):
             attention=config.attention,
             rotary_percent=config.rotary_percent,
             rotary_base=config.rotary_base,
+            vp_stage=vp_stage,
         )
         if config.quantizer_settings is not None and sites.quantises:
             sites.settings = config.quantizer_settings

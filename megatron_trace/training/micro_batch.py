@@ -63,7 +63,7 @@ class MicroBatch:
         token_rows: Rows of the router and the experts: those of this rank's tokens.
         attention_rows: Rows of K and V: those of this context-parallel rank's tokens.
         routing: int64 [L, N, k]; the rollout's experts of the token rows, and evenly spread ones
-            for padding.
+            for padding, in the L MoE layers of the model chunk.
         hints: Hints of this rank's rows and columns by (decoder layer, site), at fc2 of all its
             tokens' columns; empty unless the method is trace.
         codes: The rollout's full codes likewise, for metrics only.
@@ -124,6 +124,9 @@ def make_micro_batch(
     num_positions: int | None = None,
 ) -> MicroBatch:
     """Assembles samples, their hints and their routing for one forward pass of a trainer model.
+
+    With pipelining each chunk of the model gets its own, of the same samples: it has the hints and
+    routing of the layers that the chunk holds, and no other hint is read.
 
     Args:
         samples: Finished rollouts; an empty response is allowed and contributes no loss.
@@ -225,7 +228,7 @@ def _routing(
     samples: Sequence[RolloutSample], valid: torch.Tensor, sites: TraceSites
 ) -> torch.Tensor:
     model = sites.shape
-    expected = (len(model.moe_layers), model.top_k)
+    expected = (len(model.model_moe_layers), model.top_k)
     routing = torch.zeros(len(model.moe_layers), *valid.shape, model.top_k, dtype=torch.int64)
     for b, sample in enumerate(samples):
         if tuple(sample.routing.shape[1:]) != expected:
@@ -236,7 +239,7 @@ def _routing(
             )
         rows = sample.routing.to(torch.int64)
         _require_experts(rows, model.num_experts, sample.sample_id)
-        routing[:, : sample.num_rows, b] = rows.transpose(0, 1)
+        routing[:, : sample.num_rows, b] = rows[:, model.routing_records].transpose(0, 1)
     routing = routing.flatten(1, 2)
     real = valid.flatten()
     for layer in routing:
@@ -281,9 +284,8 @@ def _codes(
 ) -> dict[Place, HintRows]:
     if not (sites.quantises and sites.diagnostics) or store is None:
         return {}
-    places = sorted(
-        {place for sample in samples for place in store.places(sample.sample_id, RecordKind.CODES)}
-    )
+    stored = (store.places(sample.sample_id, RecordKind.CODES) for sample in samples)
+    places = sorted(set().union(*stored) & set(sites.shape.places))
     rows: dict[Place, HintRows] = {}
     for place in places:
         part = partial(_part, place[1], positions, sites)

@@ -1,4 +1,4 @@
-"""The trainer's HybridModel: built, bound to its TraceSites, and asked for log-probabilities.
+"""The trainer's model: built, bound to its TraceSites, and asked for log-probabilities.
 
 Legend: S positions, B samples.
 """
@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
+from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.dot_product_attention import DotProductAttention
@@ -18,9 +19,10 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron_trace.config import TraceConfig
 from megatron_trace.formats import FORMAT_SETS
 from megatron_trace.hints.sharding import expert_columns, kv_heads
-from megatron_trace.hints.types import Site
 from megatron_trace.models.attention import SDPACoreAttention
+from megatron_trace.models.gpt import build_gpt_model
 from megatron_trace.models.hybrid import (
+    DecoderModel,
     HybridModules,
     build_hybrid_model,
     causal_mask,
@@ -76,14 +78,15 @@ def build_trainer_model(
     attention: TrainerAttention = "sdpa",
     rotary_percent: float = 1.0,
     rotary_base: int = 10_000,
+    vp_stage: int | None = None,
 ) -> tuple[HybridModel, TraceSites]:
-    """Builds a trainer model and what scopes its hints and routing.
+    """Builds a trainer model, or this rank's stage of it, and what scopes its hints and routing.
 
     With method bf16 the model has Megatron's plain modules: no quantiser can run.
 
     Args:
         model_config: Model configuration; not changed.
-        pattern: Hybrid layer pattern, such as `*E*E`.
+        pattern: Hybrid layer pattern, such as `*E*E`; `|` ends a pipeline stage.
         vocab_size: Rows of the embedding.
         max_sequence_length: Longest sequence in tokens.
         trace: The run's configuration.
@@ -93,21 +96,13 @@ def build_trainer_model(
             as a trainer's kernels do. The routed experts are those of `trace.experts`.
         rotary_percent: Share of the head dim that RoPE rotates.
         rotary_base: Base period of RoPE.
+        vp_stage: Virtual pipeline stage of this rank; see `pipeline.build_trainer_chunks`.
 
     Raises:
         ValueError: The configuration asks for something that would break agreement with the
             rollout or that this model does not support.
     """
-    experts = chosen_experts(model_config, trace)
-    config = with_recipe(_with_dtype(model_config, dtype), experts)
-    _require_supported(config, trace, experts)
-    require_runnable(config, trace, experts)
-    _require_layout(config, trace, attention)
-    modules = _modules(trace, attention, experts)
-    if config.gradient_accumulation_fusion:
-        modules = dataclasses.replace(modules, experts=partial(modules.experts, fuse_wgrad=True))
-        # Megatron's own linears would need Apex for it.
-        config.gradient_accumulation_fusion = False
+    config, modules = _prepared(model_config, trace, dtype, attention)
     model = build_hybrid_model(
         config,
         pattern=pattern,
@@ -116,12 +111,50 @@ def build_trainer_model(
         modules=modules,
         rotary_percent=rotary_percent,
         rotary_base=rotary_base,
+        vp_stage=vp_stage,
     )
-    sites = TraceSites(trace, model, model_shape(model, max_sequence_length))
-    install_keyed_replay(model, sites)
-    if sites.quantises:
-        _bind(model, sites)
-    return model, sites
+    return model, _bound_sites(model, trace, max_sequence_length)
+
+
+def build_gpt_trainer_model(
+    model_config: TransformerConfig,
+    *,
+    vocab_size: int,
+    max_sequence_length: int,
+    trace: TraceConfig,
+    dtype: torch.dtype = torch.bfloat16,
+    attention: TrainerAttention = "sdpa",
+    rotary_percent: float = 1.0,
+    rotary_base: int = 10_000,
+    vp_stage: int | None = None,
+) -> tuple[GPTModel, TraceSites]:
+    """Builds a trainer's GPTModel; it computes what a HybridModel of the pattern `*E*E` does.
+
+    Args:
+        model_config: Model configuration, whose `num_layers` counts decoder layers; not changed.
+        vocab_size: See `build_trainer_model`, as the others.
+        max_sequence_length: See there.
+        trace: See there.
+        dtype: See there.
+        attention: See there.
+        rotary_percent: See there.
+        rotary_base: See there.
+        vp_stage: See there.
+
+    Raises:
+        ValueError: See `build_trainer_model`, and `models.gpt.build_gpt_model`.
+    """
+    config, modules = _prepared(model_config, trace, dtype, attention)
+    model = build_gpt_model(
+        config,
+        vocab_size=vocab_size,
+        max_sequence_length=max_sequence_length,
+        modules=modules,
+        rotary_percent=rotary_percent,
+        rotary_base=rotary_base,
+        vp_stage=vp_stage,
+    )
+    return model, _bound_sites(model, trace, max_sequence_length)
 
 
 def token_logprobs(
@@ -145,13 +178,32 @@ def token_logprobs(
     Raises:
         RuntimeError: The micro-batch is not the one in force.
     """
+    logits = forward_micro_batch(model, sites, micro_batch)
+    return logprobs_of_logits(logits, micro_batch, temperature=temperature)
+
+
+def forward_micro_batch(
+    model: torch.nn.Module, sites: TraceSites, micro_batch: MicroBatch
+) -> torch.Tensor:
+    """Gives the output of a trainer model or one of its stages.
+
+    Args:
+        model: The model or stage, or its DDP wrapper.
+        sites: Its `TraceSites`, with the micro-batch in force.
+        micro_batch: The samples.
+
+    Returns:
+        [B, S, vocabulary] logits; of a stage that is not the last, [S, B, H] hidden states.
+
+    Raises:
+        RuntimeError: The micro-batch is not the one in force.
+    """
     if sites.micro_batch_in_force is not micro_batch:
         raise RuntimeError(
-            "token_logprobs needs its micro-batch in force; call it and backward inside `with "
+            "the micro-batch to forward is not in force; call this inside `with "
             "sites.micro_batch(micro_batch)`"
         )
-    logits = model(*forward_arguments(micro_batch))
-    return logprobs_of_logits(logits, micro_batch, temperature=temperature)
+    return model(*forward_arguments(micro_batch))
 
 
 def forward_arguments(
@@ -187,6 +239,26 @@ def logprobs_of_logits(
     return whole_samples(logprobs, groups)
 
 
+def _prepared(
+    model_config: TransformerConfig,
+    trace: TraceConfig,
+    dtype: torch.dtype,
+    attention: TrainerAttention,
+) -> tuple[TransformerConfig, HybridModules]:
+    """Gives the configuration and the classes to build with, if they do together."""
+    experts = chosen_experts(model_config, trace)
+    config = with_recipe(_with_dtype(model_config, dtype), experts)
+    _require_supported(config, trace, experts)
+    require_runnable(config, trace, experts)
+    _require_layout(config, trace, attention)
+    modules = _modules(trace, attention, experts)
+    if config.gradient_accumulation_fusion:
+        modules = dataclasses.replace(modules, experts=partial(modules.experts, fuse_wgrad=True))
+        # Megatron's own linears would need Apex for it.
+        config.gradient_accumulation_fusion = False
+    return config, modules
+
+
 def _modules(
     trace: TraceConfig, attention: TrainerAttention, experts: ExpertsKind
 ) -> HybridModules:
@@ -217,7 +289,18 @@ def _with_dtype(config: TransformerConfig, dtype: torch.dtype) -> TransformerCon
 
 def _require_supported(config: TransformerConfig, trace: TraceConfig, experts: ExpertsKind) -> None:
     unsupported: dict[str, bool] = {
-        "pipeline_model_parallel_size > 1": config.pipeline_model_parallel_size > 1,
+        # Its schedule runs the layers of two micro-batches by turns, not through the model.
+        "overlap_moe_expert_parallel_comm": config.overlap_moe_expert_parallel_comm,
+        "delay_wgrad_compute": config.delay_wgrad_compute,
+        "overlap_dispatch_backward_with_experts_wgrad": (
+            config.overlap_dispatch_backward_with_experts_wgrad
+        ),
+        # Two messages at once between the same two ranks: Megatron 0.19.2 mixes them up.
+        "2 ranks with virtual stages, but not overlap_p2p_comm=True and batch_p2p_comm=False": (
+            config.pipeline_model_parallel_size == 2
+            and config.virtual_pipeline_model_parallel_size is not None
+            and (config.batch_p2p_comm or not config.overlap_p2p_comm)
+        ),
         # The rollout has no dropout, drops no token and adds no noise.
         "attention_dropout > 0": config.attention_dropout > 0,
         "hidden_dropout > 0": config.hidden_dropout > 0,
@@ -241,12 +324,6 @@ def _require_supported(config: TransformerConfig, trace: TraceConfig, experts: E
             size, block = getattr(config, name), number_format.block_size
             what = f"{name}={size}, not a multiple of {block}, the block of {number_format.name}"
             unsupported[what] = size % block != 0
-    has_experts = config.num_moe_experts is not None
-    if has_experts and trace.method == "trace" and Site.FC2 in trace.hint_sites:
-        # A hint's slots are those of the rollout's experts.
-        unsupported[
-            "hint_sites with fc2 and moe_enable_routing_replay=False"
-        ] = not config.moe_enable_routing_replay
     if config.moe_enable_routing_replay:
         # Both choose experts without asking the replay instance.
         unsupported["moe_router_fusion"] = config.moe_router_fusion
@@ -287,7 +364,15 @@ def _require_layout(
         expert_columns(config.moe_ffn_hidden_size, etp_size, 0, block_size=block_size)
 
 
-def _bind(model: HybridModel, sites: TraceSites) -> None:
+def _bound_sites(model: DecoderModel, trace: TraceConfig, max_sequence_length: int) -> TraceSites:
+    sites = TraceSites(trace, model, model_shape(model, max_sequence_length))
+    install_keyed_replay(model, sites)
+    if sites.quantises:
+        _bind(model, sites)
+    return sites
+
+
+def _bind(model: DecoderModel, sites: TraceSites) -> None:
     """Tells every quantising module of the decoder where it stands; MTP's stay plain."""
     for layer in decoder_layers(model):
         if layer.attention is not None and sites.trace.quantises_kv:

@@ -33,6 +33,8 @@ class SiteReport:
         guided: Rows rounded by the rollout's hint.
         rejected: Rows whose hint the guard refused; rounded to nearest.
         missing: Rows without a hint where hints are recorded; rounded to nearest.
+        rerouted: Rows of fc2 whose expert is not one that the rollout chose for the token, so that
+            it has no hint; rounded to nearest. 0 while routing is replayed.
         not_recorded: Rows of places whose hints are not recorded, such as all of method qat; at fc2
             those of padding too.
         padding: Rows of padding; rounded to nearest.
@@ -44,6 +46,7 @@ class SiteReport:
     guided: int = 0
     rejected: int = 0
     missing: int = 0
+    rerouted: int = 0
     not_recorded: int = 0
     padding: int = 0
     blocks: int = 0
@@ -52,7 +55,7 @@ class SiteReport:
     @property
     def coverage(self) -> float:
         """Share of the real rows that were guided; 0 if there were none."""
-        real = self.guided + self.rejected + self.missing + self.not_recorded
+        real = self.guided + self.rejected + self.missing + self.rerouted + self.not_recorded
         return self.guided / real if real else 0.0
 
 
@@ -173,16 +176,16 @@ class Tally:
         if slots is None or slots.hint is None or rounding.hint is None:
             self.add_rows(place, values, rounding, not_recorded=num_rows)
         else:
-            guided, present, real = (
-                rows.sum() for rows in (rounding.hint.has_hint, slots.hint.has_hint, slots.real)
-            )
+            flags = (rounding.hint.has_hint, slots.hint.has_hint, slots.real, slots.rerouted)
+            guided, present, real, rerouted = (rows.sum() for rows in flags)
             self.add_rows(
                 place,
                 values,
                 rounding,
                 guided=guided,
                 rejected=present - guided,
-                missing=real - present,
+                missing=real - rerouted - present,
+                rerouted=rerouted,
                 padding=num_rows - real,
             )
         if slots is not None and slots.codes is not None:

@@ -9,10 +9,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.transformer.moe.router_replay import RouterReplay
 
-from megatron_trace.models.hybrid import decoder_layers
+from megatron_trace.models.hybrid import DecoderModel, decoder_layers
 from megatron_trace.training.sites import TraceSites
 
 
@@ -51,7 +50,7 @@ class KeyedRouterReplay(RouterReplay):
         return values, indices
 
 
-def install_keyed_replay(model: HybridModel, sites: TraceSites) -> int:
+def install_keyed_replay(model: DecoderModel, sites: TraceSites) -> int:
     """Replaces the replay instances of the model's MoE layers and gives their number, L.
 
     Routers without an instance (`moe_enable_routing_replay` off) stay without.

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.core.models.hybrid.hybrid_model import HybridModel
-
 from megatron_trace.hints.sharding import kv_heads
 from megatron_trace.hints.types import Site
-from megatron_trace.models.hybrid import decoder_layers, named_expert_linears, pattern_sites
+from megatron_trace.models.hybrid import (
+    DecoderModel,
+    decoder_layers,
+    decoder_layout,
+    named_expert_linears,
+)
 from megatron_trace.training.layout import RankLayout, rank_layout
 
 Place = tuple[int, Site]
@@ -17,12 +20,14 @@ ExpertMatrix = tuple[int, int, str]
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes of a trainer model.
+    """Sizes of a trainer model, and what this chunk of it holds (with pipelining: a stage).
 
     Attributes:
-        num_layers: Decoder layers.
-        attention_layers: Decoder layers with full attention.
-        moe_layers: Decoder layers with a MoE.
+        num_layers: Decoder layers of the whole model.
+        model_sites: Sites that any decoder layer of the whole model has.
+        model_moe_layers: Decoder layers of the whole model with a MoE, as in routing records.
+        attention_layers: Decoder layers whose attention, full attention, is here.
+        moe_layers: Decoder layers whose MoE is here.
         expert_matrices: (layer, global expert, `fc1` or `fc2`) held by this rank.
         num_experts: Routed experts of a MoE layer, over all ranks; 0 without MoE layers.
         top_k: Experts of a token; 0 without MoE layers.
@@ -36,6 +41,8 @@ class ModelShape:
     """
 
     num_layers: int
+    model_sites: tuple[str, ...]
+    model_moe_layers: tuple[int, ...]
     attention_layers: tuple[int, ...]
     moe_layers: tuple[int, ...]
     expert_matrices: tuple[ExpertMatrix, ...]
@@ -51,10 +58,15 @@ class ModelShape:
 
     @property
     def places(self) -> tuple[Place, ...]:
-        """Every (decoder layer, site) that the methods qat and trace quantise."""
+        """Every (decoder layer, site) of this chunk that the methods qat and trace quantise."""
         moe = [(layer, site) for layer in self.moe_layers for site in (Site.FC1, Site.FC2)]
         attention = [(layer, site) for layer in self.attention_layers for site in (Site.K, Site.V)]
         return tuple(sorted(moe + attention))
+
+    @property
+    def routing_records(self) -> list[int]:
+        """Places of this chunk's MoE layers in a sample's routing record of the whole model."""
+        return [self.model_moe_layers.index(layer) for layer in self.moe_layers]
 
     def row_width(self, site: Site) -> int:
         """Gives the values of a token's row at a site; at fc2 its expert slots side by side.
@@ -91,24 +103,25 @@ def place_name(place: Place) -> str:
     return f"layer {place[0]}, site {place[1]}"
 
 
-def model_shape(model: HybridModel, max_sequence_length: int) -> ModelShape:
+def model_shape(model: DecoderModel, max_sequence_length: int) -> ModelShape:
     """Gives the sizes of a model.
 
     Args:
         model: Model of attention, MLP and MoE layers.
         max_sequence_length: Longest sequence in tokens.
     """
-    config, layers = model.config, decoder_layers(model)
-    assert model.hybrid_layer_pattern, "build_hybrid_model sets the pattern"
+    config, layers, layout = model.config, decoder_layers(model), decoder_layout(model)
     experts = (0, 0, 0)
-    if Site.FC1 in pattern_sites(model.hybrid_layer_pattern):
+    if layout.moe_layers:
         assert config.num_moe_experts, "build_hybrid_model demands experts"
         assert config.moe_ffn_hidden_size, "TransformerConfig fills it in"
         experts = (config.num_moe_experts, config.moe_router_topk, config.moe_ffn_hidden_size)
     assert config.num_query_groups, "TransformerConfig fills it in"
     assert config.kv_channels, "TransformerConfig fills it in"
     return ModelShape(
-        num_layers=len(layers),
+        num_layers=layout.num_layers,
+        model_sites=layout.sites,
+        model_moe_layers=layout.moe_layers,
         attention_layers=tuple(layer.index for layer in layers if layer.attention is not None),
         moe_layers=tuple(layer.index for layer in layers if layer.moe is not None),
         expert_matrices=tuple(

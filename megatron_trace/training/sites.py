@@ -13,7 +13,6 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
-from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 
@@ -26,7 +25,7 @@ from megatron_trace.hints.types import (
     site_format,
     stored_bits,
 )
-from megatron_trace.models.hybrid import pattern_sites
+from megatron_trace.models.hybrid import DecoderModel
 from megatron_trace.training.audit import foreign_quantisers, unexpected_quantising
 from megatron_trace.training.layout import sum_over_columns
 from megatron_trace.training.report import Tally, TraceReport
@@ -61,7 +60,7 @@ class TraceSites:
             micro-batches are made: they carry the codes.
     """
 
-    def __init__(self, trace: TraceConfig, model: HybridModel, shape: ModelShape) -> None:
+    def __init__(self, trace: TraceConfig, model: DecoderModel, shape: ModelShape) -> None:
         self.trace = trace
         self.shape = shape
         self.diagnostics = False
@@ -70,8 +69,7 @@ class TraceSites:
         self._scopes = Scopes(model)
         self._tally = Tally()
         layers = set(trace.recorded_layers(shape.num_layers))
-        assert model.hybrid_layer_pattern is not None, "build_hybrid_model sets the pattern"
-        guided = trace.sites_in(pattern_sites(model.hybrid_layer_pattern))
+        guided = trace.sites_in(shape.model_sites)
         # Places of the configuration's hints, whether or not the method uses them.
         self._hint_places = tuple(
             place for place in shape.places if place[0] in layers and str(place[1]) in guided
@@ -181,8 +179,7 @@ class TraceSites:
 
         Raises:
             RuntimeError: Another micro-batch is in force, or replay is impossible.
-            ValueError: The micro-batch was made for another model or other quantiser settings, or
-                fc2 is guided without replay.
+            ValueError: The micro-batch was made for another model or other quantiser settings.
         """
         if micro_batch.made_for is not self:
             raise ValueError(
@@ -199,11 +196,6 @@ class TraceSites:
             raise RuntimeError(
                 "routing cannot be replayed: the model was built with "
                 "moe_enable_routing_replay=False; set it, or pass replay_routing=False"
-            )
-        if not replay_routing and any(site is Site.FC2 for _, site in self.recorded_places):
-            raise ValueError(
-                "replay_routing=False contradicts hint_sites with fc2: hints of fc2 belong to the "
-                "rollout's experts; replay the routing, or leave fc2 out of hint_sites"
             )
         with self._scopes.entered(Scope(micro_batch, replay_routing)):
             yield micro_batch
@@ -223,7 +215,7 @@ class TraceSites:
         """Gives the experts of the rows of one MoE layer; None if the router is to choose.
 
         Args:
-            moe_layer: Ordinal of the MoE layer in the model.
+            moe_layer: Ordinal of the MoE layer in this model chunk.
             num_rows: Rows N that the router scores.
 
         Returns:
@@ -237,9 +229,9 @@ class TraceSites:
         if scope is None:
             if self._scopes.is_lost:
                 raise RuntimeError(
-                    f"MoE layer {moe_layer} recomputes a pass whose backward did not begin at the "
-                    "model's output, so its routing is unknown; run such a backward inside `with "
-                    "sites.micro_batch(...)`"
+                    f"MoE layer {moe_layer} of this chunk recomputes a pass whose backward did not "
+                    "begin at the model's output, so its routing is unknown; run such a backward "
+                    "inside `with sites.micro_batch(...)`"
                 )
             return None
         _require_rows(num_rows, scope.micro_batch, Site.FC1, f"MoE layer {moe_layer}")
@@ -249,7 +241,7 @@ class TraceSites:
         """Counts the real rows that the router sends to another expert set than the rollout's.
 
         Args:
-            moe_layer: Ordinal of the MoE layer in the model.
+            moe_layer: Ordinal of the MoE layer in this model chunk.
             experts: int64 [N, k]; the router's choice.
         """
         scope = self._scopes.current
@@ -298,7 +290,8 @@ class TraceSites:
             place: Decoder layer and fc2.
             dispatcher: The layer's dispatcher, which has just dispatched the micro-batch.
         """
-        micro_batch = self._scope_at(place).micro_batch
+        scope = self._scope_at(place)
+        micro_batch = scope.micro_batch
         hint, codes = (known.get(place) for known in (micro_batch.hints, micro_batch.codes))
         if place in self.recorded_places:
             bits, form = self.trace.hint_bits, self.trace.hint_scales
@@ -310,7 +303,14 @@ class TraceSites:
         elif dispatcher.ep_size > 1 or dispatcher.tp_size > 1:
             codes = None
         experts = micro_batch.routing[self.shape.moe_layers.index(place[0])]
-        slots = dispatched_slots(dispatcher, experts, micro_batch.token_rows.real, hint, codes)
+        slots = dispatched_slots(
+            dispatcher,
+            experts,
+            micro_batch.token_rows.real,
+            hint,
+            codes,
+            replayed=scope.replay_routing,
+        )
         return slots if slots is None else slots.cut(self.shape.slot_columns)
 
     def _no_hints(

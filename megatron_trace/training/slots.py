@@ -19,7 +19,7 @@ from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 
 from megatron_trace.formats import NumberFormat
 from megatron_trace.hints.types import ScaleForm
-from megatron_trace.training.dispatch import dispatch_slot_rows
+from megatron_trace.training.dispatch import dispatch_rows, dispatch_slot_rows
 from megatron_trace.training.rounding import HintRows, move_together
 
 # From a dispatched row to its global expert, and to its row of the micro-batch where that is known.
@@ -32,11 +32,13 @@ class SlotRows:
 
     Attributes:
         real: bool [N]; rows of tokens, not of padding.
+        rerouted: bool [N]; rows of tokens whose expert is not one that the rollout chose for them.
         hint: Their hints; None where the place is not guided.
         codes: The rollout's full codes, for metrics; None where they are not compared.
     """
 
     real: torch.Tensor
+    rerouted: torch.Tensor
     hint: HintRows | None
     codes: HintRows | None
 
@@ -44,8 +46,8 @@ class SlotRows:
         """Gives consecutive parts of the rows."""
         hints = _split(self.hint, sizes)
         codes = _split(self.codes, sizes)
-        real = self.real.split(list(sizes))
-        return [SlotRows(*part) for part in zip(real, hints, codes, strict=True)]
+        flags = (flag.split(list(sizes)) for flag in (self.real, self.rerouted))
+        return [SlotRows(*part) for part in zip(*flags, hints, codes, strict=True)]
 
     def cut(self, columns: range | None) -> SlotRows:
         """Gives the rows with some columns of each slot only, on block boundaries; None keeps all.
@@ -54,7 +56,7 @@ class SlotRows:
         """
         if columns is None:
             return self
-        return SlotRows(self.real, _cut(self.hint, columns), _cut(self.codes, columns))
+        return replace(self, hint=_cut(self.hint, columns), codes=_cut(self.codes, columns))
 
 
 def no_slot_hints(
@@ -95,8 +97,12 @@ def dispatched_slots(
     real: torch.Tensor,
     hint: HintRows | None,
     codes: HintRows | None,
+    *,
+    replayed: bool,
 ) -> SlotRows | None:
     """Gives what is known of every row that the local experts receive; None if nothing is.
+
+    A row of an expert that the record does not have for its token has no hint.
 
     With more than one rank it communicates, so that all ranks must give hints, or none, and codes,
     or none. See `dispatch.dispatch_rows` for when to call it.
@@ -107,6 +113,7 @@ def dispatched_slots(
         real: bool [T]; tokens, not padding.
         hint: Hints of the T tokens, k slots in a row.
         codes: Full codes of the T tokens, likewise.
+        replayed: Whether the tokens went to the experts of the record.
     """
     given = [rows for rows in (hint, codes) if rows is not None]
     if not given:
@@ -131,8 +138,14 @@ def dispatched_slots(
         )
         for i, rows in enumerate(given)
     )
+    # A slot that the record does not have arrives as zeros.
+    known = real_rows = arrived[0]
+    if not replayed:
+        of_tokens = dispatch_rows(dispatcher, real.to(torch.uint8).unsqueeze(-1))
+        real_rows = of_tokens.squeeze(-1) != 0
     return SlotRows(
-        arrived[0],
+        real_rows,
+        real_rows & ~known,
         next(found) if hint is not None else None,
         next(found) if codes is not None else None,
     )

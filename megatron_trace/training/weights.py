@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.models.hybrid.hybrid_model import HybridModel
 
 from megatron_trace.formats import NVFP4, NumberFormat, ops
 from megatron_trace.hints.weight_digest import combine_digests, matrix_digest
-from megatron_trace.models.hybrid import decoder_layers, named_expert_linears
+from megatron_trace.models.hybrid import DecoderModel, decoder_layers, named_expert_linears
 from megatron_trace.training.over_ranks import device_of
 
 if TYPE_CHECKING:
@@ -191,15 +190,18 @@ def current_weights(
     ]
 
 
-def expert_weight_digest(model: HybridModel, sites: TraceSites) -> str:
+def expert_weight_digest(
+    model: DecoderModel, sites: TraceSites, *more_chunks: tuple[DecoderModel, TraceSites]
+) -> str:
     """Gives the digest of the quantised expert weights; equal to the engine's after a push.
 
-    A collective over the expert-parallel and expert-tensor-parallel groups: all ranks must call.
-    The shards of a split matrix are gathered, one matrix after another.
+    A collective over the expert-parallel, expert-tensor-parallel and pipeline-parallel groups: all
+    ranks must call. The shards of a split matrix are gathered, one matrix after another.
 
     Args:
-        model: The trainer model.
+        model: The trainer model, or the first chunk of this rank.
         sites: Its `TraceSites`; the method must be qat or trace.
+        *more_chunks: The further chunks of this rank, with virtual pipeline stages.
 
     Returns:
         32 hexadecimal digits, equal on all ranks and for every size of these groups.
@@ -217,6 +219,15 @@ def expert_weight_digest(model: HybridModel, sites: TraceSites) -> str:
             "a model without MoE layers has no quantised weights, so they have no digest; compare "
             "the digest of its plain weights"
         )
+    total = sum(_chunk_digest(*chunk) for chunk in ((model, sites), *more_chunks))
+    stages = model.pg_collection.pp
+    if stages.size() > 1:
+        total = _sum_over_ranks(total, stages)
+    return combine_digests([total])
+
+
+def _chunk_digest(model: DecoderModel, sites: TraceSites) -> int:
+    """Gives the sum of the matrices' digests over the expert-parallel ranks of a stage."""
     total, group = 0, None
     for layer in decoder_layers(model):
         if layer.moe is None:
@@ -238,7 +249,7 @@ def expert_weight_digest(model: HybridModel, sites: TraceSites) -> str:
             )
     if group is not None and group.size() > 1:
         total = _sum_over_ranks(total, group)
-    return combine_digests([total])
+    return total
 
 
 def _whole_matrix(

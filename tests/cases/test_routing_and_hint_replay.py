@@ -1,6 +1,7 @@
 """Cases 27, 29, 30, 32, 35, 37 and 41: faults that router replay had elsewhere, for codes too.
 
-Each test's name starts with the number of its case.
+Each test's name starts with the number of its case. Cases 28 and 35 with pipelining are scenarios
+of `tests/distributed/test_pipeline.py`, case 33 is in `test_mtp.py`.
 """
 
 from __future__ import annotations

@@ -152,20 +152,51 @@ def test_a_hint_of_another_width_is_refused(build, rolled):
         make_micro_batch(rolled.samples[:1], store, sites)
 
 
-def test_hints_of_fc2_without_routing_replay_are_refused_at_start(build):
-    with pytest.raises(ValueError, match=r"hint_sites with fc2 and moe_enable_routing_replay=Fal"):
-        build("trace", hint_sites=HINT_SITES, config={"moe_enable_routing_replay": False})
-    build("qat", hint_sites=HINT_SITES, config={"moe_enable_routing_replay": False})
-
-
-def test_hints_of_fc2_without_replay_of_a_micro_batch_are_refused(build, rolled):
-    _, sites, micro_batch = _ready(build, rolled)
+@pytest.mark.parametrize("built_for_replay", [True, False])
+@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
+def test_without_replay_rows_of_other_experts_are_rounded_to_nearest_and_counted(
+    build, rolled, dispatcher, built_for_replay
+):
+    config = {
+        "moe_token_dispatcher_type": dispatcher,
+        "moe_enable_routing_replay": built_for_replay,
+    }
+    model, sites, micro_batch = _ready(build, rolled, guard=False, config=config)
+    moes = [model.decoder.layers[i].mlp for i in (1, 3)]
+    live = []
+    for moe in moes:
+        moe.router.register_forward_hook(lambda m, i, output: live.append(output[1]))
     with (
-        pytest.raises(ValueError, match=r"replay_routing=False contradicts hint_sites with fc2"),
+        torch.no_grad(),
         sites.micro_batch(micro_batch, replay_routing=False),
+        seen_values(sites) as seen,
     ):
-        pass
-    assert sites.micro_batch_in_force is None
+        token_logprobs(model, sites, micro_batch)
+    recorded = [
+        torch.zeros_like(used).scatter(1, r, True)
+        for used, r in zip(live, micro_batch.routing, strict=True)
+    ]
+    real = micro_batch.valid.flatten().unsqueeze(-1)
+    rerouted = sum(int((used & ~r & real).sum()) for used, r in zip(live, recorded, strict=True))
+    counts = sites.report().sites[Site.FC2]
+    assert counts.rerouted == rerouted > 0
+    assert counts.guided == 2 * TOP_K * REAL_ROWS - rerouted > 0
+    assert counts.padding == 2 * TOP_K * PADDING_ROWS
+    assert (counts.missing, counts.rejected, counts.not_recorded) == (0, 0, 0)
+    assert counts.coverage == counts.guided / (2 * TOP_K * REAL_ROWS)
+    hint, scale = micro_batch.hints[FC2], rolled.settings.global_scale(*FC2)
+    for expert, (got, gave) in enumerate(zip(seen[FC2].inputs, seen[FC2].outputs, strict=True)):
+        tokens = live[0][:, expert].nonzero()[:, 0]
+        assert len(got) == len(tokens)
+        for row, token in enumerate(tokens.tolist()):
+            slot = (micro_batch.routing[0, token] == expert).nonzero()[:, 0]
+            expected = reference.rtn(got[row : row + 1], scale, dtype=torch.bfloat16)
+            if len(slot) and real[token]:
+                payload = hint.payload[token].view(TOP_K, -1)[slot]
+                scales = hint.scale_bytes[token].view(TOP_K, -1)[slot]
+                rule = {"num_bits": 1, "dtype": torch.bfloat16}
+                expected = reference.guided(got[row : row + 1], payload, scales, scale, **rule)
+            assert_same_bytes(gave[row : row + 1], expected, f"expert {expert}, token {token}")
 
 
 @pytest.mark.parametrize("matrix", ["fc1", "fc2"])

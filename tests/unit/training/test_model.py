@@ -6,12 +6,13 @@ import pytest
 import torch
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 
+from megatron_trace.config import TraceConfig
 from megatron_trace.models.hybrid import HybridModules, build_hybrid_model, causal_mask
 from megatron_trace.testing.assertions import assert_same_bytes
 from megatron_trace.testing.single_process import tiny_moe_config
 from megatron_trace.training.experts import QuantisedWeightFc1
 from megatron_trace.training.micro_batch import make_micro_batch
-from megatron_trace.training.model import token_logprobs
+from megatron_trace.training.model import build_trainer_model, token_logprobs
 
 
 def _plain_model(dtype) -> HybridModel:
@@ -111,6 +112,52 @@ def test_a_layout_that_cannot_hold_whole_blocks_or_heads_is_refused(
         build("trace", config=config, **arguments)
 
 
+@pytest.mark.parametrize(
+    ("fields", "name"),
+    [
+        ({"overlap_moe_expert_parallel_comm": True}, "overlap_moe_expert_parallel_comm"),
+        ({"delay_wgrad_compute": True}, "delay_wgrad_compute"),
+        (
+            {"overlap_dispatch_backward_with_experts_wgrad": True},
+            "overlap_dispatch_backward_with_experts_wgrad",
+        ),
+        ({"moe_token_dispatcher_type": "flex"}, "moe_token_dispatcher_type=flex"),
+        ({"moe_shared_expert_overlap": True}, "moe_shared_expert_overlap"),
+        (
+            {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
+            "2 ranks with virtual stages, but not overlap_p2p_comm=True",
+        ),
+        ({"pipeline_model_parallel_size": 2}, "pipeline group has 1 ranks"),
+    ],
+)
+def test_schedules_that_would_lose_the_micro_batch_or_its_rows_are_refused_by_name(fields, name):
+    """Set after Megatron's own checks of the configuration, some of which refuse them too."""
+    config = tiny_moe_config("*E*E", bf16=True, params_dtype=torch.bfloat16)
+    for field, value in fields.items():
+        setattr(config, field, value)
+    with pytest.raises(ValueError, match=name):
+        build_trainer_model(
+            config,
+            pattern="*E*E",
+            vocab_size=16,
+            max_sequence_length=32,
+            trace=TraceConfig(method="trace"),
+        )
+
+
+@pytest.mark.parametrize(
+    ("pattern", "message"),
+    [
+        # Megatron 0.19.2 would build the first stage only.
+        ("*E|*E", r"has 2 stages \(parted by \|\), but pipeline_model_parallel_size=1"),
+        ("*E||*E", "stage without layers"),
+    ],
+)
+def test_a_pattern_whose_stages_do_not_fit_is_refused(build, pattern, message):
+    with pytest.raises(ValueError, match=message):
+        build("trace", pattern=pattern)
+
+
 def test_another_dtype_is_refused(build):
     with pytest.raises(ValueError, match="bfloat16 or float32"):
         build("qat", dtype=torch.float16)
@@ -121,7 +168,7 @@ def test_logprobs_outside_of_the_scope_are_refused(build, rollout):
     model, sites = build("trace")
     sites.settings = rolled.settings
     micro_batch = make_micro_batch(rolled.samples, rolled.store, sites)
-    with pytest.raises(RuntimeError, match="needs its micro-batch in force"):
+    with pytest.raises(RuntimeError, match="the micro-batch to forward is not in force"):
         token_logprobs(model, sites, micro_batch)
 
 

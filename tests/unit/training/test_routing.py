@@ -88,6 +88,30 @@ def test_gate_weights_come_from_the_live_logits(build):
     torch.testing.assert_close(seen["probs"].float(), expected, rtol=1e-6, atol=1e-7)
 
 
+def test_gradient_flows_for_replayed_experts_outside_of_the_live_top_k(build):
+    """The gate's gradient is that of a softmax over the replayed experts' live logits."""
+    model, sites = build("bf16")
+    micro_batch = _micro_batch(sites)
+    router = model.decoder.layers[3].mlp.router
+    seen = {}
+    router.register_forward_hook(lambda m, i, o: seen.update(x=i[0], probs=o[0]))
+    with sites.micro_batch(micro_batch):
+        logprobs = token_logprobs(model, sites, micro_batch)
+        seen["probs"].retain_grad()
+        logprobs[micro_batch.valid.T].sum().backward()
+    x, chosen = seen["x"].detach().flatten(0, 1), micro_batch.routing[1]
+    weight = router.weight.detach().clone().requires_grad_()
+    logits = x @ weight.T
+    probs = logits.gather(1, chosen).softmax(-1)
+    probs.backward(seen["probs"].grad.gather(1, chosen))
+    torch.testing.assert_close(router.weight.grad, weight.grad, rtol=1e-4, atol=1e-6)
+    outside = (logits.topk(4).indices.unsqueeze(1) != chosen.unsqueeze(2)).all(-1)
+    outside &= micro_batch.valid.flatten().unsqueeze(-1)
+    of_outside = seen["probs"].grad.gather(1, chosen)[outside]
+    assert len(of_outside) > 50
+    assert of_outside.all()
+
+
 def test_rows_of_another_forward_are_refused(build):
     model, sites = build("bf16")
     micro_batch = _micro_batch(sites)
