@@ -49,6 +49,8 @@ ONE_WARP = Launch(tiles=1, num_warps=1)
 SMALL_SWEEP = [Launch(tiles, warps) for tiles, warps in itertools.product((1, 2), (1, 2, 4))]
 SMALL_TOKENS = (1, 8, 64, 256, 512)
 SMALL_COLUMNS = 2048
+# Experts that would be quantised by a launch each.
+EXPERTS = 64
 # Of inputs, and what dequantised values are rounded to.
 _DTYPES = [
     (dtype, rounded_to)
@@ -440,7 +442,8 @@ def print_report(report: dict) -> None:
             print(line)
     for tokens, calls in report["small_us"].items():
         cells = ", ".join(f"{name} {microseconds:.2f}" for name, microseconds in calls.items())
-        print(f"{tokens} x {SMALL_COLUMNS}, us: {cells}")
+        experts = f"one call each for {EXPERTS} experts: rtn {EXPERTS * calls['rtn']:.0f}"
+        print(f"{tokens} x {SMALL_COLUMNS}, us: {cells}; {experts}")
 
 
 if __name__ == "__main__":

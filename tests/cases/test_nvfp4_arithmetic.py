@@ -1,5 +1,7 @@
 """Cases 2, 3, 4, 6, 9 and 11: faults that NVFP4 quantisers had elsewhere.
 
+The others up to 12 are in `test_expert_quantisation.py`.
+
 Each test's name starts with the number of its case.
 """
 
