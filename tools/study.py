@@ -63,7 +63,10 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--work", type=Path, default=Path("out/study"), help="kept between starts")
     parser.add_argument("--tasks", type=Path, help="problems of moe_100m, see tools/moe_100m.py")
     parser.add_argument("--out", type=Path, default=Path("docs/study"))
-    parser.add_argument("--only", nargs="+", default=[], help="questions, in this order")
+    parser.add_argument(
+        "--only", nargs="+", default=[], help="questions or cells, such as sites gradient/qat"
+    )
+    parser.add_argument("--no-report", action="store_true", help="write the raw rows only")
     parser.add_argument(
         "--max-seconds", type=float, default=math.inf, help="after which no cell is begun"
     )
@@ -112,6 +115,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = parse_options(arguments)
     if options.model:
         run_study(options)
+    if options.no_report:
+        return 0
     results = [load_study(path) for path in sorted(options.out.glob("*.jsonl.gz"))]
     if not results:
         raise SystemExit(f"error: {options.out} holds no study; name a --model to run one")

@@ -124,12 +124,19 @@ def _facts(facts: dict[str, Any]) -> str:
     parts = []
     if "parameters" in facts:
         parts.append(f"{facts['parameters']:,} parameters")
-    accuracy = facts.get("held_out_accuracy")
-    if isinstance(accuracy, dict):
-        shares = ", ".join(f"{task} {number(share)}" for task, share in accuracy.items())
-        parts.append(f"held-out accuracy {shares}")
-    elif accuracy is not None:
-        parts.append(f"held-out accuracy {number(accuracy)}")
+    for key, accuracy in facts.items():
+        if not key.startswith("held_out_accuracy"):
+            continue
+        words = f"held-out accuracy{key.removeprefix('held_out_accuracy').replace('_', ' at ')}"
+        if isinstance(accuracy, dict):
+            shares = ", ".join(
+                f"{task} {number(share)}"
+                for task, share in accuracy.items()
+                if not isinstance(share, dict)
+            )
+            parts.append(f"{words}: {shares}")
+        else:
+            parts.append(f"{words} {number(accuracy)}")
     for key, words in (("experts_at_init", "at init"), ("experts", "after training")):
         layers = facts.get(key)
         if layers:

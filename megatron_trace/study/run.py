@@ -125,14 +125,21 @@ class Study:
         """Computes every missing cell.
 
         Args:
-            only: Questions to ask, in this order; all if empty.
+            only: Questions, or beginnings of names of cells up to a slash, in this order; all
+                cells if empty.
             max_seconds: Time after which no missing cell is begun.
         """
         begun = time.perf_counter()
         found: dict[str, CellResult] = {}
         cells = self.cells
         if only:
-            cells = [cell for name in only for cell in self.cells if cell.question == name]
+            named = [
+                cell
+                for name in only
+                for cell in self.cells
+                if f"{cell.name}/".startswith(f"{name}/")
+            ]
+            cells = list(dict.fromkeys(named))
         for number, cell in enumerate(cells, start=1):
             result = self._results.read(cell)
             if result is None:
