@@ -144,6 +144,7 @@ def check_case(case: Case, report: Report, device: torch.device) -> None:
 def check_kind(case: Case, report: Report, device: torch.device) -> Outcome:
     """Compares one case with both references."""
     torch.manual_seed(23)
+    model_parallel_cuda_manual_seed(23, force_reset_rng=True)
     layer = build_layer(case, device)
     tokens = torch.randn(case.num_tokens, H, device=device).bfloat16()
     output_gradient = torch.randn(case.num_tokens, H, device=device).bfloat16()

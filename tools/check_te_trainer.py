@@ -9,6 +9,8 @@
 * Checkpoints of each kind, loaded into each other kind: equal bits.
 * RL steps with the rollout engine beside the trainer: digests after each push, coverage, gap.
 * Milliseconds of one MoE layer of the shape of a real model.
+* With `--checks layouts`, on two GPUs: EP2, TP2, both, and TP2 with ETP2, each kind of experts beside
+  local ones in the same layout.
 
 Legend: T tokens, H hidden size.
 """
@@ -39,6 +41,7 @@ from megatron_trace.rl.tasks import CharTokenizer, TaskItem
 from megatron_trace.rl.warm_start import WarmStartSettings, warm_start
 from megatron_trace.testing.recorded_samples import calibrate, random_samples, record
 from megatron_trace.testing.single_process import single_process, tiny_moe_config
+from megatron_trace.testing.te_layouts import outcomes_of_layouts
 from megatron_trace.testing.te_trainer import (
     local_weights,
     relative_errors,
@@ -204,6 +207,36 @@ def check_rl(report: Report) -> None:
             )
 
 
+def check_layouts(report: Report) -> None:
+    """One training step over two ranks, each with a GPU."""
+    with tempfile.TemporaryDirectory() as folder:
+        outcomes = outcomes_of_layouts(Path(folder), timeout_s=150)
+    first = outcomes["EP2"]["local"][0].digests[0]
+    for layout, of_kind in outcomes.items():
+        for kind in KINDS:
+            for rank, (ours, local) in enumerate(zip(of_kind[kind], of_kind["local"], strict=True)):
+                names = [name for name, value in local.grads.items() if value.any()]
+                got, expected = (
+                    torch.cat([outcome.grads[name].float().flatten().cpu() for name in names])
+                    for outcome in (ours, local)
+                )
+                relative = float((got - expected).norm() / expected.norm())
+                loss = max(
+                    abs(a - b) / abs(b) for a, b in zip(ours.loss, local.loss, strict=True) if b
+                )
+                report.add(
+                    f"two GPUs, {layout}, {kind}",
+                    f"rank {rank}",
+                    relative <= GRADIENT_TOLERANCE
+                    and loss <= LOGPROB_TOLERANCE
+                    and ours.digests[0] == local.digests[0] == first,
+                    relative=relative,
+                    loss_relative=loss,
+                    guided={str(site): rows for site, rows in ours.guided.items()},
+                    guided_locally={str(site): rows for site, rows in local.guided.items()},
+                )
+
+
 def measure_layer(
     report: Report,
     *,
@@ -292,6 +325,20 @@ def main() -> int:
     """Runs the checks and gives the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="JSON file for the results")
+    checks = {
+        "training": check_training,
+        "rl": check_rl,
+        "checkpoints": check_checkpoints,
+        "time": measure_layer,
+        "layouts": check_layouts,
+    }
+    parser.add_argument(
+        "--checks",
+        nargs="+",
+        choices=checks,
+        default=["training", "rl", "checkpoints", "time"],
+        help="what is checked; layouts need two GPUs",
+    )
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         print("check_te_trainer.py needs a CUDA device", file=sys.stderr)
@@ -300,9 +347,9 @@ def main() -> int:
     print(found)
     report = Report()
     with single_process(seed=0):
-        for check in (check_training, check_rl, check_checkpoints, measure_layer):
-            with report.check(check.__name__, "ran"):
-                check(report)
+        for name in arguments.checks:
+            with report.check(name, "ran"):
+                checks[name](report)
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.write_text(json.dumps({"versions": found, "results": report.rows}, indent=1))
     print_table(report)

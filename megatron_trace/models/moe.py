@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
@@ -65,6 +66,22 @@ class HostSplitsDispatcher(MoEAlltoAllTokenDispatcher):
         return tokens_per_expert
 
 
+def use_host_splits(moe: MoELayer, pg_collection: ProcessGroupCollection | None) -> None:
+    """Gives a layer that dispatches all-to-all the `HostSplitsDispatcher`.
+
+    Args:
+        moe: A layer that was just built.
+        pg_collection: Its process groups; None are Megatron's default ones.
+    """
+    if moe.config.moe_token_dispatcher_type == "alltoall":
+        moe.token_dispatcher = HostSplitsDispatcher(
+            moe.num_local_experts,
+            moe.local_expert_indices,
+            config=moe.config,
+            pg_collection=pg_collection or get_default_pg_collection(),
+        )
+
+
 class DispatchInputMoELayer(MoELayer):
     """MoE layer with a hook on the routed copy of its input, before tokens are dispatched.
 
@@ -89,13 +106,7 @@ class DispatchInputMoELayer(MoELayer):
                     "not pass its quantiser; switch it off"
                 )
         super().__init__(config, *args, **kwargs)
-        if config.moe_token_dispatcher_type == "alltoall":
-            self.token_dispatcher = HostSplitsDispatcher(
-                self.num_local_experts,
-                self.local_expert_indices,
-                config=self.config,
-                pg_collection=kwargs.get("pg_collection") or get_default_pg_collection(),
-            )
+        use_host_splits(self, kwargs.get("pg_collection"))
 
     def transform_dispatch_input(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Gives what is dispatched to the routed experts, [S, B, H]; here the input itself."""

@@ -26,6 +26,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
 from megatron_trace.hints.files import HintFiles
 from megatron_trace.hints.types import QuantizerSettings, RolloutSample, Site
+from megatron_trace.models.expert_names import local_name
 from megatron_trace.testing.recorded_samples import seen_values
 from megatron_trace.testing.single_process import init_rank
 from megatron_trace.testing.tiny_trainer import tiny_trainer
@@ -52,6 +53,7 @@ class Task:
         config: Fields of `TransformerConfig`, beside the sizes of the layout.
         distributed_optimizer: Whether optimizer states are split over data-parallel ranks.
         parallel: Sizes of the layout, as Megatron's `initialize_model_parallel` takes them.
+        dtype: dtype of the trainer.
     """
 
     weights: Mapping[str, torch.Tensor]
@@ -63,6 +65,7 @@ class Task:
     config: Mapping[str, Any] = field(default_factory=dict)
     distributed_optimizer: bool = False
     parallel: Mapping[str, int] = field(default_factory=dict)
+    dtype: torch.dtype = torch.float32
 
 
 @dataclass(frozen=True)
@@ -158,11 +161,14 @@ def train_step(task: Task, *, alone: bool = False) -> Outcome:
         "trace",
         settings=task.settings,
         config={**task.config, **parallel},
+        dtype=task.dtype,
         **task.trace,
     )
-    names = {name: _global_name(name, sites.shape) for name, _ in model.named_parameters()}
+    names = {
+        name: _global_name(local_name(name), sites.shape) for name, _ in model.named_parameters()
+    }
     slices = {
-        names[name]: _slice(name, parameter, sites.shape.layout)
+        names[name]: _slice(local_name(name), parameter, sites.shape.layout)
         for name, parameter in model.named_parameters()
     }
     with torch.no_grad():
@@ -178,7 +184,8 @@ def train_step(task: Task, *, alone: bool = False) -> Outcome:
             adam_eps=1e-2,
             weight_decay=0.0,
             clip_grad=1.0,
-            params_dtype=torch.float32,
+            params_dtype=task.dtype,
+            bf16=task.dtype == torch.bfloat16,
             use_distributed_optimizer=task.distributed_optimizer,
         ),
         [ddp],
@@ -254,4 +261,6 @@ def _slice(name: str, parameter: Any, layout: RankLayout) -> Slice:
     size, rank = layout.tp_size, layout.tp_rank
     if "local_experts" in name:
         size, rank = layout.etp_size, layout.etp_rank
-    return Slice(parameter.partition_dim, size, rank, halves=parameter.partition_stride == 2)
+    # A grouped linear does not say of its fc1 that gate and up are split each by itself.
+    halves = parameter.partition_stride == 2 or name.endswith("linear_fc1.weight")
+    return Slice(parameter.partition_dim, size, rank, halves=halves)

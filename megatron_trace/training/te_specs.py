@@ -39,7 +39,7 @@ from transformer_engine.pytorch import autocast
 from megatron_trace.formats import ops
 from megatron_trace.hints.types import Site
 from megatron_trace.models.hybrid import HybridModules
-from megatron_trace.models.moe import DispatchInputMoELayer
+from megatron_trace.models.moe import DispatchInputMoELayer, use_host_splits
 from megatron_trace.training import te_recipe
 from megatron_trace.training.dispatch import dispatch_rows
 from megatron_trace.training.experts import ExpertPlace, ExpertsPlace, GuidedMoELayer, MoEPlace
@@ -314,6 +314,7 @@ class TraceTEMoELayer(MoELayer):
                     "their experts; switch it off"
                 )
         super().__init__(config, *args, **kwargs)
+        use_host_splits(self, kwargs.get("pg_collection"))
 
     def preprocess(
         self, hidden_states: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor

@@ -1,0 +1,53 @@
+"""Over two ranks, Transformer Engine's experts give what local experts give in the same layout."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip(
+    "transformer_engine.pytorch", reason="Transformer Engine is not installed", exc_type=ImportError
+)
+
+from megatron_trace.hints.types import Site
+from megatron_trace.testing.assertions import assert_same_bytes
+from megatron_trace.testing.single_process import single_process
+from megatron_trace.testing.te_layouts import LAYOUTS, outcomes_of_layouts
+from megatron_trace.testing.te_on_cpu import te_on_cpu
+
+pytestmark = [
+    pytest.mark.distributed,
+    pytest.mark.parametrize("kind", ["te", "te_recipe"]),
+    pytest.mark.parametrize("layout", list(LAYOUTS)),
+]
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory):
+    with single_process(seed=0), te_on_cpu():
+        return outcomes_of_layouts(tmp_path_factory.mktemp("te"), timeout_s=500)
+
+
+def test_each_rank_has_loss_gradients_and_weights_of_local_experts(outcomes, layout, kind):
+    for rank, (ours, local) in enumerate(
+        zip(outcomes[layout][kind], outcomes[layout]["local"], strict=True)
+    ):
+        assert ours.loss == local.loss
+        assert ours.grads.keys() == local.grads.keys()
+        for name, expected in local.grads.items():
+            assert_same_bytes(ours.grads[name], expected, f"rank {rank}, {name}")
+        for name, expected in local.weights.items():
+            assert_same_bytes(ours.weights[name], expected, f"rank {rank}, {name}")
+
+
+def test_digests_do_not_depend_on_kind_or_layout(outcomes, layout, kind):
+    first = outcomes["EP2"]["local"][0].digests[0]
+    for ours, local in zip(outcomes[layout][kind], outcomes[layout]["local"], strict=True):
+        assert ours.digests == local.digests
+        assert ours.digests[0] == first
+        assert ours.digests[1] != first
+
+
+def test_rows_are_guided_on_the_ranks_where_local_experts_are(outcomes, layout, kind):
+    for ours, local in zip(outcomes[layout][kind], outcomes[layout]["local"], strict=True):
+        assert ours.guided == local.guided
+    assert sum(ours.guided[Site.FC2] for ours in outcomes[layout][kind]) > 0
