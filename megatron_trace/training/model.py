@@ -295,6 +295,8 @@ def _require_supported(config: TransformerConfig, trace: TraceConfig, experts: E
         "overlap_dispatch_backward_with_experts_wgrad": (
             config.overlap_dispatch_backward_with_experts_wgrad
         ),
+        # Hints differ from replay to replay, and a replay calls no hook.
+        f"cuda_graph_impl={config.cuda_graph_impl}": config.cuda_graph_impl != "none",
         # Two messages at once between the same two ranks: Megatron 0.19.2 mixes them up.
         "2 ranks with virtual stages, but not overlap_p2p_comm=True and batch_p2p_comm=False": (
             config.pipeline_model_parallel_size == 2
@@ -327,6 +329,9 @@ def _require_supported(config: TransformerConfig, trace: TraceConfig, experts: E
     if config.moe_enable_routing_replay:
         # Both choose experts without asking the replay instance.
         unsupported["moe_router_fusion"] = config.moe_router_fusion
+        # The gate weights of replayed experts would come from random or biased logits.
+        unsupported["moe_router_force_load_balancing"] = config.moe_router_force_load_balancing
+        unsupported["moe_router_force_biased"] = config.moe_router_force_biased is not None
         balancing = config.moe_router_load_balancing_type
         for name in ("sinkhorn", "quantile_balancing"):
             unsupported[f"moe_router_load_balancing_type={name}"] = name in balancing

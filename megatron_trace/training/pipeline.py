@@ -49,6 +49,7 @@ def trainer_forward_step(loss: PipelineLoss, *, temperature: float = 1.0) -> For
 
     Its data iterators (with virtual stages one for each chunk) give the micro-batches that
     `make_micro_batch` made for the `TraceSites` of the chunk, in the same order on every stage.
+    Make them all within `over_ranks.agreed`: a stage that lacks hints would leave others waiting.
 
     Args:
         loss: Called on the last stage.

@@ -31,6 +31,7 @@ from megatron_trace.testing.rollouts import record_of
 from megatron_trace.testing.single_process import single_process
 from megatron_trace.testing.tiny_trainer import recorded_rollout, tiny_trainer, tiny_trainer_chunks
 from megatron_trace.training.micro_batch import make_micro_batch
+from megatron_trace.training.over_ranks import agreed
 from megatron_trace.training.pipeline import trainer_forward_step
 from megatron_trace.training.weights import expert_weight_digest
 
@@ -170,10 +171,13 @@ def _train(parallel, *, scenario, weights, settings, folder, samples, pattern):
     files = HintFiles(folder)
     # Data-parallel ranks (here those of expert parallelism) take micro-batches by turns.
     own = scenario.micro_batches[dp_rank::dp_size]
-    made = [
-        [make_micro_batch([samples[i] for i in part], files, sites) for part in own]
-        for _, sites in chunks
-    ]
+    made = agreed(
+        lambda: [
+            [make_micro_batch([samples[i] for i in part], files, sites) for part in own]
+            for _, sites in chunks
+        ],
+        torch.distributed.group.WORLD,
+    )
     reported = []
 
     def loss(logprobs, micro_batch):

@@ -121,6 +121,9 @@ def test_a_layout_that_cannot_hold_whole_blocks_or_heads_is_refused(
             {"overlap_dispatch_backward_with_experts_wgrad": True},
             "overlap_dispatch_backward_with_experts_wgrad",
         ),
+        ({"cuda_graph_impl": "local"}, "cuda_graph_impl=local"),
+        ({"moe_router_force_load_balancing": True}, "moe_router_force_load_balancing"),
+        ({"moe_router_force_biased": 1.0}, "moe_router_force_biased"),
         ({"moe_token_dispatcher_type": "flex"}, "moe_token_dispatcher_type=flex"),
         ({"moe_shared_expert_overlap": True}, "moe_shared_expert_overlap"),
         (
