@@ -92,7 +92,7 @@ LAYOUTS = {
     ),
     "CP2 EP2": Layout(2, {CP: 2, EP: 2}),
     "TP2 ETP2": Layout(2, {TP: 2, ETP: 2}),
-    "TP2 packed activations": Layout(2, {TP: 2, EP: 2}, trace=PACKED),
+    "TP2 EP2 packed activations": Layout(2, {TP: 2, EP: 2}, trace=PACKED),
     "TP2 ETP2 packed activations": Layout(2, {TP: 2, ETP: 2}, trace=PACKED),
     "ETP2 all-gather": Layout(2, {ETP: 2}, config=ALL_GATHER),
     "TP2 residues of 2 bits": Layout(2, {TP: 2}, trace={"hint_bits": 2, "hint_scales": "residue"}),
@@ -100,7 +100,7 @@ LAYOUTS = {
     "TP2 EP2 MXFP4 packed activations": Layout(
         2, {TP: 2, EP: 2}, trace={"number_format": "mxfp4", **PACKED}
     ),
-    "TP2 full recomputation": Layout(
+    "TP2 ETP2 full recomputation": Layout(
         2,
         {TP: 2, ETP: 2},
         config={
