@@ -50,6 +50,9 @@ class FineTuning:
         num_held_out: Rows to evaluate on, of other texts.
         row_tokens: Tokens of a row, S + 1.
         sum_share: Share of the rows that are solved sums; the others are texts.
+        other_tokens: Tokens that occur in no row and compete in the loss all the same, chosen at
+            random. Without them, fine-tuning makes all other tokens likelier; all 49,152 would make
+            a step take twice as long.
         steps: Optimizer steps.
         batch_rows: Rows of a step.
         learning_rate: Peak learning rate; decreased linearly to zero.
@@ -62,6 +65,7 @@ class FineTuning:
     num_held_out: int = 8
     row_tokens: int = 129
     sum_share: float = 0.25
+    other_tokens: int = 8192
     steps: int = 160
     batch_rows: int = 2
     learning_rate: float = 3e-4
@@ -84,7 +88,7 @@ class Rows:
     Attributes:
         hidden: FP32 [S, N, H], input of the up-cycled layers.
         targets: int64 [N, S], next tokens, numbered within `vocab`.
-        vocab: int64, the tokens that occur in any row: losses are over these only.
+        vocab: int64, the tokens that losses are over: those of the rows, and some others.
     """
 
     hidden: torch.Tensor
@@ -201,7 +205,7 @@ def trained_part(
         rotary_base: Base period of RoPE.
     """
     sizes = {"max_sequence_length": smollm2.CONTEXT, "rotary_base": rotary_base}
-    rows = _rows(weights, config, kept_layers, tokens, sizes, folder)
+    rows = _rows(weights, config, kept_layers, tokens, sizes, folder, settings)
     train, held_out = rows.at(slice(settings.num_rows)), rows.at(slice(settings.num_rows, None))
     build = partial(build_part, **sizes, vocab_size=len(rows.vocab), first=False, last=True)
     dense = build(config, pattern="*-" * upcycling.num_layers)
@@ -242,9 +246,16 @@ def _rows(
     tokens: torch.Tensor,
     sizes: Mapping[str, int],
     folder: Path,
+    settings: FineTuning,
 ) -> Rows:
     """Computes the hidden states that the up-cycled layers get, or reads them."""
-    vocab, numbered = tokens.unique(return_inverse=True)
+    present, numbered = tokens.unique(return_inverse=True)
+    absent = torch.ones(len(weights["output_layer.weight"]), dtype=torch.bool)
+    absent[present] = False
+    others = absent.nonzero()[:, 0]
+    generator = torch.Generator().manual_seed(settings.seed)
+    chosen = torch.randperm(len(others), generator=generator)[: settings.other_tokens]
+    vocab = torch.cat([present, others[chosen]])
     path = folder / "hidden.pt"
     if not path.exists():
         trunk = build_part(

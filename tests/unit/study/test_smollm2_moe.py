@@ -17,7 +17,14 @@ from megatron_trace.testing.single_process import single_process
 SHAPE = dataclasses.replace(llama_reference.TINY, num_layers=3)
 UPCYCLING = Upcycling(num_layers=2, num_groups=2, granularity=2)
 SETTINGS = FineTuning(
-    num_rows=12, num_held_out=4, row_tokens=17, steps=8, batch_rows=4, chunk_steps=4, warmup_steps=2
+    num_rows=12,
+    num_held_out=4,
+    row_tokens=17,
+    steps=8,
+    batch_rows=4,
+    chunk_steps=4,
+    warmup_steps=2,
+    other_tokens=10,
 )
 
 
@@ -55,7 +62,7 @@ def test_experts_and_routers_are_trained_and_the_rest_stays(weights, tmp_path):
     losses = facts["held_out_loss"]
     assert losses["upcycled, fc2 scaled"] == pytest.approx(losses["dense"], abs=1e-4)
     assert losses["fine-tuned"] < losses["dense"]
-    assert facts["loss_over_tokens"] == 5
+    assert facts["loss_over_tokens"] == 5 + SETTINGS.other_tokens
     assert facts["experts"].keys() == {1, 2}
     assert facts["experts"] != facts["experts_at_init"]
 
