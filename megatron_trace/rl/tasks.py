@@ -6,13 +6,14 @@ a reasoning-gym task, `entry` is what its scorer needs; `tools/export_tasks.py` 
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TextIO, cast
 
 PADDING_TOKEN = 0
 END_TOKEN = 1
@@ -45,7 +46,7 @@ class TaskItem:
 
 
 def load_tasks(path: str | Path) -> list[TaskItem]:
-    """Reads a JSONL prompt file.
+    """Reads a JSONL prompt file; a name that ends in .gz is decompressed.
 
     Raises:
         ValueError: A line is not such an object (the message names file and line), or the file has
@@ -53,7 +54,7 @@ def load_tasks(path: str | Path) -> list[TaskItem]:
     """
     path = Path(path)
     items = []
-    with path.open(encoding="utf-8") as lines:
+    with _opened(path, "rt") as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
                 items.append(_parse(line, f"{path}, line {number}"))
@@ -86,15 +87,20 @@ def _parse(line: str, source: str) -> TaskItem:
 
 
 def save_tasks(path: str | Path, items: Iterable[TaskItem]) -> None:
-    """Writes a JSONL prompt file under a temporary name and renames it."""
+    """Writes a JSONL prompt file under a temporary name and renames it; .gz is compressed."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("w", encoding="utf-8") as lines:
+    temporary = path.with_name(f"tmp-{path.name}")
+    with _opened(temporary, "wt") as lines:
         for item in items:
             record = {name: getattr(item, name) for name in ("prompt", "answer", "task", "entry")}
             lines.write(json.dumps(record, ensure_ascii=False) + "\n")
     os.replace(temporary, path)
+
+
+def _opened(path: Path, mode: Literal["rt", "wt"]) -> TextIO:
+    opened = gzip.open if path.suffix == ".gz" else open
+    return cast("TextIO", opened(path, mode, encoding="utf-8"))
 
 
 def split_tasks(
