@@ -23,6 +23,7 @@ from megatron.core.distributed import (
     finalize_model_grads,
 )
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megatron_trace.hints.files import HintFiles
 from megatron_trace.hints.types import QuantizerSettings, RolloutSample, Site
@@ -31,9 +32,10 @@ from megatron_trace.testing.recorded_samples import seen_values
 from megatron_trace.testing.single_process import init_rank
 from megatron_trace.testing.tiny_trainer import tiny_trainer
 from megatron_trace.training.layout import RankLayout
-from megatron_trace.training.micro_batch import make_micro_batch
+from megatron_trace.training.micro_batch import MicroBatch, make_micro_batch
 from megatron_trace.training.model import token_logprobs
 from megatron_trace.training.over_ranks import agreed, summed_report
+from megatron_trace.training.pipeline import trainer_forward_step
 from megatron_trace.training.report import TraceReport
 from megatron_trace.training.shape import ModelShape, Place
 from megatron_trace.training.weights import expert_weight_digest
@@ -65,6 +67,7 @@ class Task:
     config: Mapping[str, Any] = field(default_factory=dict)
     distributed_optimizer: bool = False
     parallel: Mapping[str, int] = field(default_factory=dict)
+    pattern: str = "*E*E"
     dtype: torch.dtype = torch.float32
 
 
@@ -98,7 +101,7 @@ class Outcome:
         layout: Where the rank stands.
         shape: Sizes of its model.
         replica: Its data-parallel replica.
-        loss: Summed loss of each micro-batch.
+        loss: Summed loss of each micro-batch; on the last pipeline stage only.
         grads: Gradients by global name; empty with the distributed optimizer, which splits them.
         weights: Parameters after the step by global name.
         slices: Which part of a parameter these are.
@@ -162,10 +165,14 @@ def train_step(task: Task, *, alone: bool = False) -> Outcome:
         settings=task.settings,
         config={**task.config, **parallel},
         dtype=task.dtype,
+        pattern=task.pattern.replace("|", "") if alone else task.pattern,
         **task.trace,
     )
+    decoder: Any = model.decoder
+    numbers = [layer.layer_number - 1 for layer in decoder.layers]
     names = {
-        name: _global_name(local_name(name), sites.shape) for name, _ in model.named_parameters()
+        name: _global_name(local_name(name), sites.shape, numbers)
+        for name, _ in model.named_parameters()
     }
     slices = {
         names[name]: _slice(local_name(name), parameter, sites.shape.layout)
@@ -205,6 +212,9 @@ def train_step(task: Task, *, alone: bool = False) -> Outcome:
                 make_micro_batch, samples, hints, sites, num_positions=task.num_positions
             )
             micro_batch = agreed(make, _world())
+            if parallel.get("pipeline_model_parallel_size", 1) > 1:
+                losses += _pipelined(ddp, micro_batch, 1 / num_tokens)
+                continue
             with sites.micro_batch(micro_batch):
                 logprobs = token_logprobs(ddp, sites, micro_batch)
                 loss = -logprobs[micro_batch.loss_mask].sum()
@@ -235,6 +245,28 @@ def train_step(task: Task, *, alone: bool = False) -> Outcome:
     )
 
 
+def _pipelined(
+    ddp: DistributedDataParallel, micro_batch: MicroBatch, loss_scale: float
+) -> list[float]:
+    """Trains on a micro-batch by Megatron's schedule; gives the loss on the last stage only."""
+    # The schedule multiplies by the context-parallel ranks.
+    loss_scale *= parallel_state.get_data_parallel_world_size()
+
+    def loss_of(logprobs: torch.Tensor, given: MicroBatch) -> tuple[torch.Tensor, float]:
+        loss = -logprobs[given.loss_mask].sum()
+        return loss * loss_scale, loss.item()
+
+    return get_forward_backward_func()(
+        forward_step_func=trainer_forward_step(loss_of),
+        data_iterator=iter([micro_batch]),
+        model=[ddp],
+        num_microbatches=1,
+        seq_length=micro_batch.num_positions,
+        micro_batch_size=len(micro_batch.sample_ids),
+        forward_only=False,
+    )
+
+
 def _world() -> dist.ProcessGroup:
     group = dist.group.WORLD
     assert group is not None, "the layout is initialised"
@@ -245,9 +277,12 @@ def _grad(parameter: Any) -> torch.Tensor:
     return parameter.main_grad
 
 
-def _global_name(name: str, shape: ModelShape) -> str:
-    """Gives a parameter's name with the global index of its expert."""
+def _global_name(name: str, shape: ModelShape, layers: Sequence[int]) -> str:
+    """Gives a parameter's name with the global indices of its layer and expert."""
     parts = name.split(".")
+    if "layers" in parts:
+        index = parts.index("layers") + 1
+        parts[index] = str(layers[int(parts[index])])
     if "local_experts" in parts:
         first = min(expert for _, expert, _ in shape.expert_matrices)
         index = parts.index("local_experts") + 1
