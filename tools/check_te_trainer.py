@@ -18,6 +18,7 @@ Legend: T tokens, H hidden size.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import sys
 import tempfile
@@ -317,7 +318,9 @@ def measure_layer(
                 milliseconds=round(sorted(times[2:])[repeats // 2], 2),
                 peak_gib=round(torch.cuda.max_memory_allocated() / 2**30, 2),
             )
-            del model, sites, micro_batch
+            del model, sites, micro_batch, parameter, weight, made
+            # Layers and their places refer to one another.
+            gc.collect()
             torch.cuda.empty_cache()
 
 
