@@ -237,14 +237,14 @@ def _layers() -> Iterator[Cell]:
                     f"layers/{end}-{share:g}/{dtype}",
                     layers=(end, share),
                     dtype=dtype,
-                    codes="site" if end == "latter" else "no",
+                    codes="site" if (end, share) == ("latter", 0.5) else "no",
                 )
 
 
 def _bits() -> Iterator[Cell]:
     for dtype in DTYPES:
         for bits in (1, 2, 4):
-            yield Cell(f"bits/{bits}/{dtype}", bits=bits, dtype=dtype, codes="site")
+            yield Cell(f"bits/{bits}/{dtype}", bits=bits, dtype=dtype)
 
 
 def _scales() -> Iterator[Cell]:
@@ -323,8 +323,8 @@ def _noises() -> Iterator[Cell]:
     for kind in ("activations", "weights"):
         for size in NOISES:
             noise = (kind, size)
-            yield Cell(f"noise/{kind}-{size:g}/qat", method="qat", noise=noise, codes="site")
-            yield Cell(f"noise/{kind}-{size:g}/trace", noise=noise, codes="site")
+            yield Cell(f"noise/{kind}-{size:g}/qat", method="qat", noise=noise)
+            yield Cell(f"noise/{kind}-{size:g}/trace", noise=noise)
             yield Cell(f"noise/{kind}-{size:g}/full-codes", noise=noise, bits=4, guard=False)
 
 
@@ -335,6 +335,6 @@ def _lags() -> Iterator[Cell]:
         yield Cell(f"{name}/bf16", method="bf16", **lag)
         yield Cell(f"{name}/qat", method="qat", **lag)
         yield Cell(f"{name}/fresh", fresh=True, **lag)
-        yield Cell(f"{name}/stale", codes="site", **lag)
+        yield Cell(f"{name}/stale", **lag)
         yield Cell(f"{name}/stale-no-guard", guard=False, **lag)
         yield Cell(f"{name}/stale-full-codes", bits=4, guard=False, **lag)

@@ -17,7 +17,7 @@ from megatron_trace.study.tables import (
     depth_table,
     gap_table,
     gradient_table,
-    lag_table,
+    lag_tables,
     names_of,
     number,
     position_table,
@@ -227,7 +227,7 @@ def study_page(result: StudyResult, plots: Path | None) -> str:
         rejection_table(result),
         routing_table(result),
         gradient_table(result),
-        lag_table(result),
+        *lag_tables(result),
     ]
     parts += [str(table) for table in tables if table is not None]
     return "\n\n".join(parts) + "\n"

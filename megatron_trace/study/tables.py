@@ -218,40 +218,56 @@ def gradient_table(result: StudyResult) -> Table | None:
     return Table("Policy gradient", note, head, lines) if lines else None
 
 
-def lag_table(result: StudyResult) -> Table | None:
-    """Gives gaps of older hints to what an engine with the trainer's weights would say."""
+LAG_VARIANTS = ("bf16", "qat", "fresh", "stale", "stale-no-guard", "stale-full-codes")
+
+
+def lag_tables(result: StudyResult) -> list[Table]:
+    """Gives gaps under older hints, to an engine with the trainer's weights and to the rollout."""
     prefixes = list(dict.fromkeys(name.rpartition("/")[0] for name in names_of(result, "lag")))
-    variants = ("bf16", "qat", "fresh", "stale", "stale-no-guard", "stale-full-codes")
-    lines = []
+    now, old = [], []
     for prefix in prefixes:
         fresh = result.cells.get(f"{prefix}/fresh")
-        drift, moved = "-", "-"
-        if fresh is not None:
-            rows = [{"deltas": row["drift"]} for row in fresh.rows]
-            drift = shown(gap_of(rows, draws_of(len(rows))).mean)
-            moved = number(fresh.facts["weight_change"])
-        line = [prefix.partition("/")[2], moved, drift]
-        for variant in variants:
-            cell = result.cells.get(f"{prefix}/{variant}")
-            if cell is None:
-                line.append("-")
-                continue
-            mean = gap_of(cell.rows, draws_of(len(cell.rows))).mean
-            line.append(shown(mean))
-        stale = result.cells.get(f"{prefix}/stale")
-        rejected = "-"
-        if stale is not None:
-            draws = draws_of(len(stale.rows))
-            guided = share(stale.rows, draws, ("rows", "*", "guided"), ("rows", "*", "present"))
-            rejected = number(1 - guided.value)
-        lines.append([*line, rejected])
-    head = ["rate x steps", "weights moved", "policy moved", *variants, "rejected"]
-    note = (
-        "Mean gap to the log-probs of an engine that holds the trainer's weights (read through a "
-        "trainer with its full codes). `weights moved`: relative norm. `policy moved`: mean gap "
-        "between that engine and the rollout, which no hint can close."
-    )
-    return Table("Hints of an older policy", note, head, lines) if lines else None
+        if fresh is None:
+            continue
+        drift = {row["sample"]: np.asarray(row["drift"]) for row in fresh.rows}
+        cells = [result.cells.get(f"{prefix}/{variant}") for variant in LAG_VARIANTS]
+        draws = draws_of(len(fresh.rows))
+        moved = gap_of([{"deltas": deltas} for deltas in drift.values()], draws).mean
+        head = [prefix.partition("/")[2], number(fresh.facts["weight_change"]), shown(moved)]
+        to_engine, to_rollout = [], []
+        for cell in cells:
+            rows = [] if cell is None else cell.rows
+            shifted = [{"deltas": np.asarray(row["deltas"]) + drift[row["sample"]]} for row in rows]
+            to_engine.append(shown(gap_of(rows, draws).mean) if rows else "-")
+            to_rollout.append(shown(gap_of(shifted, draws).mean) if rows else "-")
+        now.append([*head, *to_engine, _rejected(result.cells.get(f"{prefix}/stale"), draws)])
+        old.append([head[0], *to_rollout])
+    if not now:
+        return []
+    return [
+        Table(
+            "Hints of an older policy: gap to an engine with the trainer's weights",
+            "Mean gap to the log-probs of an engine that holds the trainer's weights (read through "
+            "a trainer with its full codes). `weights moved`: relative norm. `policy moved`: mean "
+            "gap between that engine and the rollout.",
+            ["rate x steps", "weights moved", "policy moved", *LAG_VARIANTS, "rejected"],
+            now,
+        ),
+        Table(
+            "Hints of an older policy: gap to the rollout that made them",
+            "What the importance weight sees: the policy's own change, and the arithmetic's. "
+            "`fresh` shows the former alone.",
+            ["rate x steps", *LAG_VARIANTS],
+            old,
+        ),
+    ]
+
+
+def _rejected(cell: CellResult | None, draws: np.ndarray) -> str:
+    if cell is None:
+        return "-"
+    guided = share(cell.rows, draws, ("rows", "*", "guided"), ("rows", "*", "present"))
+    return number(1 - guided.value)
 
 
 def position_curves(result: StudyResult) -> dict[str, dict[int, Interval]]:
