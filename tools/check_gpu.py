@@ -273,7 +273,8 @@ class Check:
         mean = {(r["rollout"], r["trainer"], r["attention"]): r["mean"] for r in self.rows}
         for attention in ATTENTIONS:
             qat, trace = (mean["fp4", method, attention] for method in ("qat", "trace"))
-            if not trace < 0.5 * qat:
+            # On a CPU both may be 0, where engine and trainer have the same attention.
+            if trace > 0.5 * qat:
                 self.problems.append(
                     f"{attention}: the gap with hints is {trace:.2e}, without {qat:.2e}"
                 )

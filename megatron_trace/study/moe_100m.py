@@ -16,7 +16,7 @@ import math
 import os
 import random
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,10 +31,18 @@ from megatron.core.transformer.enums import AttnBackend
 
 from megatron_trace.models.hybrid import HybridModules, build_hybrid_model
 from megatron_trace.rl.optimizer import OptimizerSettings, build_optimizer
-from megatron_trace.rl.tasks import END_TOKEN, CharTokenizer, TaskItem, load_tasks, split_tasks
-from megatron_trace.study.chains import Chains, Rows
+from megatron_trace.rl.tasks import (
+    END_TOKEN,
+    CharTokenizer,
+    TaskItem,
+    load_tasks,
+    save_tasks,
+    split_tasks,
+)
+from megatron_trace.study.chains import Chains
 from megatron_trace.study.experts_differ import experts_differ
 from megatron_trace.study.model import StudyModel
+from megatron_trace.study.solving import accuracy, answer_loss
 from megatron_trace.study.split_experts import SplitExperts
 
 _logger = logging.getLogger(__name__)
@@ -266,18 +274,19 @@ def make_tasks(*, items_per_task: int = ITEMS_PER_TASK, seed: int = 0) -> list[T
     return items
 
 
-def load(work: Path, *, tasks: Path, recipe: Recipe = RECIPE) -> StudyModel:
+def load(work: Path, *, tasks: Path | None = None, recipe: Recipe = RECIPE) -> StudyModel:
     """Gives the trained model; trains it first, or further, if `work` does not hold it yet.
 
     Args:
         work: Folder for the state of the training.
-        tasks: JSONL file of the problems, made by `tools/moe_100m.py tasks`.
+        tasks: JSONL file of the problems, made by `tools/moe_100m.py tasks`; None makes it here,
+            which needs reasoning-gym.
         recipe: How it is trained.
 
     Raises:
         ValueError: `work` holds the state of another recipe.
     """
-    items = load_tasks(tasks)
+    items = load_tasks(tasks or _own_tasks(work))
     tokenizer = CharTokenizer.of_tasks(items)
     train_items, held_out = split_tasks(
         items, num_held_out=min(NUM_HELD_OUT, len(items) // 10), seed=0
@@ -305,6 +314,13 @@ def load(work: Path, *, tasks: Path, recipe: Recipe = RECIPE) -> StudyModel:
         eod_token=END_TOKEN,
         facts=state["facts"],
     )
+
+
+def _own_tasks(work: Path) -> Path:
+    path = work / "tasks.jsonl.gz"
+    if not path.exists():
+        save_tasks(path, make_tasks())
+    return path
 
 
 def train(
@@ -388,60 +404,6 @@ def _step(
     return loss
 
 
-def answer_loss(
-    model: torch.nn.Module, tokens: torch.Tensor, answer_mask: torch.Tensor
-) -> torch.Tensor:
-    """Gives the negative log-probability of the answer tokens, summed, in nats.
-
-    Args:
-        model: The model or its DDP wrapper.
-        tokens: int64 [B, S + 1].
-        answer_mask: bool [B, S].
-    """
-    logits = _logits(model, tokens)
-    target = tokens[:, 1:].masked_fill(~answer_mask, -100)
-    return F.cross_entropy(
-        logits.float().flatten(0, 1), target.flatten(), ignore_index=-100, reduction="sum"
-    )
-
-
-def _logits(model: torch.nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-    num_positions = tokens.shape[1] - 1
-    positions = torch.arange(num_positions, device=tokens.device).expand(len(tokens), -1)
-    # torch's attention is told that it is causal; a mask of 8K x 8K would only be carried along.
-    return model(tokens[:, :-1], positions, None)
-
-
-@torch.no_grad()
-def solved(model: torch.nn.Module, rows: Rows) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gives which problems the model answers greedily to the letter, the earlier ones given.
-
-    Args:
-        model: The model.
-        rows: Rows of B rows with up to M problems.
-
-    Returns:
-        bool [problems]: whether the answer is right; int64 [problems]: task; int64 [problems]:
-        position of its first answer token.
-    """
-    predicted = _logits(model, rows.tokens).argmax(-1)
-    wrong = (predicted != rows.tokens[:, 1:]) & rows.answer_mask
-    num_rows, num_problems = rows.task.shape
-    number = rows.problem[:, 1:] + num_problems * torch.arange(
-        num_rows, device=predicted.device
-    ).unsqueeze(1)
-    flat = number[rows.answer_mask]
-    wrongs = torch.zeros(rows.task.numel(), device=predicted.device)
-    wrongs.index_add_(0, flat, wrong[rows.answer_mask].float())
-    position = torch.arange(1, rows.tokens.shape[1], device=predicted.device)
-    starts = torch.full((rows.task.numel(),), rows.tokens.shape[1], device=predicted.device)
-    starts.scatter_reduce_(
-        0, flat, position.expand_as(number)[rows.answer_mask], "amin", include_self=True
-    )
-    asked = flat.unique()
-    return wrongs[asked] == 0, rows.task.flatten()[asked], starts[asked]
-
-
 def _facts(model: HybridModel, unseen: Chains, recipe: Recipe, log: TrainingLog) -> dict[str, Any]:
     """Gives what the report prints of a trained model."""
     model.eval()
@@ -458,17 +420,8 @@ def _facts(model: HybridModel, unseen: Chains, recipe: Recipe, log: TrainingLog)
         "last_loss": sum(log.losses[-50:]) / len(log.losses[-50:]),
     }
     for number, (num_rows, row_tokens, at_once) in enumerate(parts):
-        right, task, start = _solved_at_once(
-            model, unseen.draw(num_rows, row_tokens, seed=HELD_OUT_SEED - 1 - number), at_once
-        )
-        facts[f"held_out_accuracy_{row_tokens}"] = {
-            "all": _mean(right),
-            **{name: _mean(right[task == index]) for index, name in enumerate(unseen.tasks)},
-            "by_position": {
-                f"to {high}": _mean(right[(start >= low) & (start < high)])
-                for low, high in _ranges(row_tokens)
-            },
-        }
+        rows = unseen.draw(num_rows, row_tokens, seed=HELD_OUT_SEED - 1 - number)
+        facts[f"held_out_accuracy_{row_tokens}"] = accuracy(model, rows, unseen.tasks, at_once)
     loss, count = 0.0, 0
     rows = unseen.draw(shortest.num_rows, shortest.row_tokens, seed=HELD_OUT_SEED - 3)
     with torch.no_grad():
@@ -484,33 +437,6 @@ def _facts(model: HybridModel, unseen: Chains, recipe: Recipe, log: TrainingLog)
         ).items()
     }
     return facts
-
-
-def _solved_at_once(model: torch.nn.Module, rows: Rows, at_once: int) -> list[torch.Tensor]:
-    parts = [
-        solved(
-            model,
-            Rows(
-                **{
-                    name: getattr(rows, name)[first : first + at_once]
-                    for name in ("tokens", "answer_mask", "problem", "task")
-                }
-            ),
-        )
-        for first in range(0, len(rows.tokens), at_once)
-    ]
-    return [torch.cat(part).cpu() for part in zip(*parts, strict=True)]
-
-
-def _ranges(row_tokens: int) -> Iterable[tuple[int, int]]:
-    low, high = 0, 64
-    while low < row_tokens:
-        yield low, high
-        low, high = high, high * 2
-
-
-def _mean(right: torch.Tensor) -> float:
-    return round(right.float().mean().item(), 4)
 
 
 def _prompts(

@@ -16,6 +16,7 @@ from megatron_trace.rollout import RolloutEngine, SamplingSettings
 from megatron_trace.study import moe_100m
 from megatron_trace.study.chains import Chains
 from megatron_trace.study.moe_100m import Phase, Recipe
+from megatron_trace.study.solving import solved
 from megatron_trace.study.split_experts import SplitExperts
 from megatron_trace.testing.assertions import assert_same_bytes
 from megatron_trace.testing.single_process import single_process, tiny_moe_config
@@ -173,7 +174,7 @@ def test_what_is_solved_is_counted_by_problem():
         answer[wrong_row] = 0
         return torch.nn.functional.one_hot(answer, TOKENIZER.vocab_size).float()
 
-    right, task, start = moe_100m.solved(model, rows)  # pyright: ignore[reportArgumentType]
+    right, task, start = solved(model, rows)  # pyright: ignore[reportArgumentType]
     num_solved = int((rows.tokens == END_TOKEN).sum())
     in_wrong_row = int((rows.tokens[wrong_row] == END_TOKEN).sum())
     assert len(right) == len(task) == len(start) == num_solved

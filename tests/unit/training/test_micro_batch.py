@@ -66,7 +66,7 @@ def test_hint_rows_stand_where_the_models_rows_stand(sites):
 def test_routing_rows_stand_where_the_models_rows_stand(sites):
     samples = _samples(sites)
     micro_batch = make_micro_batch(samples, _numbered_store(sites, samples), sites)
-    routing = micro_batch.routing.view(2, 10, 5, 4)
+    routing = micro_batch.routing.view(2, 10, 5, 4).cpu()
     for column, sample in enumerate(samples):
         expected = sample.routing.long().transpose(0, 1)
         assert torch.equal(routing[:, : sample.num_rows, column], expected)

@@ -59,7 +59,7 @@ def test_with_replay_off_the_share_of_other_expert_sets_is_counted(build):
     assert report.routing_compared == 2 * 26
     assert report.routing_different == int(different[:, micro_batch.valid.flatten()].sum())
     own = [
-        replace(s, routing=free.view(2, 10, 4, 4)[:, : s.num_rows, b].transpose(0, 1).short())
+        replace(s, routing=free.cpu().view(2, 10, 4, 4)[:, : s.num_rows, b].transpose(0, 1).short())
         for b, s in enumerate(random_samples(LENGTHS, sites.shape, vocab_size=16))
     ]
     sites.reset_report()
