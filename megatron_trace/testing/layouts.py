@@ -175,7 +175,7 @@ def train_step(task: Task, *, alone: bool = False) -> Outcome:
         for name, _ in model.named_parameters()
     }
     slices = {
-        names[name]: _slice(local_name(name), parameter, sites.shape.layout)
+        names[name]: slice_of(local_name(name), parameter, sites.shape.layout)
         for name, parameter in model.named_parameters()
     }
     with torch.no_grad():
@@ -290,7 +290,8 @@ def _global_name(name: str, shape: ModelShape, layers: Sequence[int]) -> str:
     return ".".join(parts)
 
 
-def _slice(name: str, parameter: Any, layout: RankLayout) -> Slice:
+def slice_of(name: str, parameter: Any, layout: RankLayout) -> Slice:
+    """Gives which part of the whole parameter, named as on one rank, a rank has."""
     if not getattr(parameter, "tensor_model_parallel", False):
         return Slice(0, 1, 0, halves=False)
     size, rank = layout.tp_size, layout.tp_rank
