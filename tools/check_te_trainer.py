@@ -9,8 +9,8 @@
 * Checkpoints of each kind, loaded into each other kind: equal bits.
 * RL steps with the rollout engine beside the trainer: digests after each push, coverage, gap.
 * Milliseconds of one MoE layer of the shape of a real model.
-* With `--checks layouts`, on two GPUs: EP2, TP2, both, and TP2 with ETP2, each kind of experts beside
-  local ones in the same layout.
+* With `--checks layouts`, on two GPUs: EP2, TP2, both, and TP2 with ETP2, each kind of experts
+  beside local ones in the same layout.
 
 Legend: T tokens, H hidden size.
 """

@@ -4,6 +4,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -15,7 +18,7 @@ from megatron.core.fp8_utils import _resolve_callable_from_python_import_path
 from megatron.core.transformer.moe.experts import TEGroupedMLP
 
 from megatron_trace.testing.single_process import tiny_moe_config
-from megatron_trace.training.te_choice import FACTORIES
+from megatron_trace.training.te_choice import FACTORIES, FAKE_FACTORY
 from megatron_trace.training.te_specs import (
     TraceTEColumnParallelGroupedLinear,
     TraceTEGroupedMLP,
@@ -82,3 +85,57 @@ def test_linears_save_no_state_of_the_recipe() -> None:
     state = linear.get_extra_state()
     assert state.numel() == 0
     assert state.dtype == torch.uint8
+
+
+MODEL_FLAGS = """
+    --hybrid-layer-pattern *E*E --hidden-size 128 --num-attention-heads 4 --group-query-attention
+    --num-query-groups 2 --kv-channels 32 --qk-layernorm --swiglu --normalization RMSNorm
+    --position-embedding-type rope --no-rope-fusion --disable-bias-linear
+    --untie-embeddings-and-output-weights --num-experts 16 --moe-router-topk 4
+    --moe-ffn-hidden-size 64 --ffn-hidden-size 64 --moe-token-dispatcher-type alltoall
+    --moe-router-load-balancing-type none --moe-router-dtype fp32 --moe-enable-routing-replay
+    --seq-length 16 --max-position-embeddings 16 --use-cpu-initialization --vocab-size 16
+    --make-vocab-size-divisible-by 16 --bf16 --no-gradient-accumulation-fusion
+    --no-persist-layer-norm --no-masked-softmax-fusion --no-bias-swiglu-fusion
+    --attention-dropout 0 --hidden-dropout 0 --micro-batch-size 4 --distributed-backend gloo
+    --calculate-per-token-loss --train-iters 1 --lr 1e-4 --transformer-impl transformer_engine
+    --tokenizer-type NullTokenizer
+"""
+RECIPE_FLAGS = f"--fp4-format e2m1 --fp4-recipe custom --fp4-quantizer-factory {FAKE_FACTORY}"
+WITH_MEGATRON = """
+from megatron_trace.testing import cpu_runtime
+cpu_runtime.install()
+from megatron.training.arguments import parse_and_validate_args
+from megatron_trace.arguments import (
+    add_recorded_arguments, require_agreement, trace_config_from_args
+)
+from megatron_trace.testing.single_process import single_process
+from megatron_trace.testing.te_on_cpu import te_on_cpu
+from megatron_trace.training.megatron_model import trace_model_config_from_args
+with single_process(seed=0), te_on_cpu():
+    args = parse_and_validate_args(add_recorded_arguments)
+    trace = trace_config_from_args(args)
+    require_agreement(args, trace)
+    config = trace_model_config_from_args(args, trace, "sdpa", None)
+    builder = config.get_builder_cls()(config)
+    model = builder.build_model(None, pre_process=True, post_process=True)
+    moe = model.decoder.layers[1].mlp
+    print("BUILT", type(moe).__name__, type(moe.experts).__name__, moe.config.fp4)
+"""
+
+
+@pytest.mark.parametrize(
+    ("flags", "built"),
+    [
+        (RECIPE_FLAGS, "TraceTEMoELayer TraceTEGroupedMLP e2m1"),
+        ("--trace-experts te_recipe", "TraceTEMoELayer TraceTEGroupedMLP e2m1"),
+        ("--trace-experts te", "GuidedMoELayer TraceTEGroupedMLP None"),
+        ("", "GuidedMoELayer GuidedExperts None"),
+    ],
+)
+def test_megatrons_parser_and_config_choose_the_experts(flags, built) -> None:
+    words = [*MODEL_FLAGS.split(), "--trace-hint-dir", "hints", *flags.split()]
+    done = subprocess.run(
+        [sys.executable, "-c", WITH_MEGATRON, *words], capture_output=True, text=True, check=False
+    )
+    assert f"BUILT {built}" in done.stdout, done.stdout[-1000:] + done.stderr[-3000:]
