@@ -8,9 +8,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_trace.hints.sharding import samples_of_rank
 from megatron_trace.hints.types import Site
 from megatron_trace.metrics import CodeMismatch
 from megatron_trace.testing.ranks import run_ranks
+from megatron_trace.testing.single_process import single_process
+from megatron_trace.testing.tiny_trainer import recorded_rollout, tiny_trainer
+from megatron_trace.training.micro_batch import make_micro_batch
 from megatron_trace.training.over_ranks import agreed, summed_report
 from megatron_trace.training.report import SiteReport, TraceReport
 
@@ -43,6 +47,37 @@ def settle(rank):
         code_mismatch={Site.V: CodeMismatch(values=7, sign_flip=rank)} if rank else {},
     )
     return told, total.item(), summed_report(report, group)
+
+
+def make_micro_batches(rank, settings, store, samples):
+    """Each of two replicas makes the micro-batches of its samples; a hint of rank 1's is gone."""
+    _, sites = tiny_trainer("trace", settings=settings)
+    own = samples_of_rank(len(samples), 2, rank)
+    parts = [samples[i : i + 1] for i in own]
+    try:
+        agreed(lambda: [make_micro_batch(part, store, sites) for part in parts], dist.group.WORLD)
+    except (LookupError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was missing"
+
+
+def test_a_missing_hint_of_one_replica_is_one_error_on_all_ranks():
+    with single_process(seed=0):
+        rolled = recorded_rollout(((5, 3), (3, 2), (7, 4), (2, 6)))
+    rolled.store.drop_sample("sample-3")
+    first, second = run_ranks(
+        Path(__file__),
+        "make_micro_batches",
+        world_size=2,
+        parallel={"expert_model_parallel_size": 2},
+        settings=rolled.settings,
+        store=rolled.store,
+        samples=rolled.samples,
+    )
+    assert second.startswith("LookupError: no hint record")
+    assert first.startswith("RuntimeError: rank 1 could not build its part, so no rank goes on: ")
+    assert first.endswith(second)
+    assert "sample sample-3, layer 0, site fc1" in first
 
 
 @pytest.fixture(scope="module")
