@@ -129,6 +129,8 @@ class Outcome:
 def train_layouts(rank: int, tasks: Mapping[str, Task], folder: Path) -> dict[str, Outcome]:
     """Trains a step in one layout after another, on one of the processes of `run_ranks`.
 
+    Neighbours with the same sizes share their process groups, whose start takes seconds with NCCL.
+
     Args:
         rank: This process.
         tasks: What is given, by name of the layout; each takes all processes.
@@ -136,18 +138,23 @@ def train_layouts(rank: int, tasks: Mapping[str, Task], folder: Path) -> dict[st
     """
     world_size = dist.get_world_size()
     outcomes = {}
+    sizes: Mapping[str, int] | None = None
     for number, (name, task) in enumerate(tasks.items()):
-        # A group left open keeps its connections, and there are dozens a layout.
-        dist.barrier()
-        dist.destroy_process_group()
-        store = folder / f"store-{number}"
-        init_rank(store, rank=rank, world_size=world_size, seed=0, **task.parallel)
+        if task.parallel != sizes:
+            if sizes is not None:
+                parallel_state.destroy_model_parallel()
+            # A group left open keeps its connections, and there are dozens a layout.
+            dist.barrier()
+            dist.destroy_process_group()
+            store = folder / f"store-{number}"
+            init_rank(store, rank=rank, world_size=world_size, seed=0, **task.parallel)
+            sizes = task.parallel
         try:
             outcomes[name] = train_step(task)
         except BaseException as error:
             error.add_note(f"in layout {name}")
             raise
-        parallel_state.destroy_model_parallel()
+    parallel_state.destroy_model_parallel()
     return outcomes
 
 
