@@ -130,7 +130,7 @@ def insert_quantisers(
             compat.restore_attention_methods(layer.attention)
         # Weights are quantised at a push, not at every forward.
         for _, _, linear in named_expert_linears(layer):
-            cast("TensorQuantizer", linear.weight_quantizer).disable()
+            cast("TensorQuantizer", cast("torch.nn.Module", linear).weight_quantizer).disable()
         for site, quantisers in site_quantisers(layer).items():
             for expert, quantiser in quantisers.items():
                 compat.set_quantizer_action(quantiser, _action(layer, site, expert, sites))
@@ -212,7 +212,7 @@ def site_quantisers(layer: DecoderLayer) -> dict[Site, dict[int, TensorQuantizer
         moe: Any = layer.moe
         quantisers[Site.FC1] = {0: moe.dispatch_input_quantizer}
         quantisers[Site.FC2] = {
-            expert: cast("TensorQuantizer", linear.input_quantizer)
+            expert: cast("TensorQuantizer", cast("torch.nn.Module", linear).input_quantizer)
             for expert, matrix, linear in named_expert_linears(layer)
             if matrix == "fc2"
         }

@@ -80,7 +80,9 @@ def quantise_experts(
     for layer in layers:
         for expert, matrix, linear in named_expert_linears(layer):
             quantiser = _WeightQuantiser(number_format, power_of_two_scales, implementation)
-            tensor_quantizer = cast("TensorQuantizer", linear.weight_quantizer)
+            tensor_quantizer = cast(
+                "TensorQuantizer", cast("torch.nn.Module", linear).weight_quantizer
+            )
             weight = cast("torch.Tensor", linear.weight)
             if number_format.has_global_scale:
                 tensor_quantizer.amax = weight.abs().amax().float()
