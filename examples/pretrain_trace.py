@@ -40,7 +40,8 @@ from megatron_trace.training.megatron_model import trace_model_config_from_args
 def main() -> None:
     """Trains as the flags say."""
     args = parse_and_validate_args(
-        add_recorded_arguments, args_defaults={"tokenizer_type": "NullTokenizer"}
+        add_recorded_arguments,
+        args_defaults={"tokenizer_type": "NullTokenizer", "eval_interval": 1000},
     )
     trace, recorded = trace_config_from_args(args), recorded_config_from_args(args)
     require_agreement(args, trace)

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.utils.data import Dataset
 
 from megatron_trace.config import RecordedConfig, TraceConfig
@@ -21,7 +22,8 @@ from megatron_trace.rl.losses import GrpoSettings, grpo_loss
 from megatron_trace.rl.rollout_folder import RolloutFolder
 from megatron_trace.training.megatron_model import trace_sites
 from megatron_trace.training.micro_batch import MicroBatch, make_micro_batch
-from megatron_trace.training.model import forward_arguments, logprobs_of_logits
+from megatron_trace.training.model import forward_micro_batch, logprobs_of_logits
+from megatron_trace.training.over_ranks import agreed
 from megatron_trace.training.sites import TraceSites
 
 Report = dict[str, torch.Tensor]
@@ -128,12 +130,20 @@ class RecordedTraining:
         rows = [folder[index] for index in indices["sample"].tolist()]
         sites = trace_sites(model)
         self._running[id(sites)] = sites
-        micro_batch = make_micro_batch(
-            [row.sample for row in rows], folder.hints, sites, num_positions=self.num_positions
+        build = partial(
+            make_micro_batch,
+            [row.sample for row in rows],
+            folder.hints,
+            sites,
+            num_positions=self.num_positions,
         )
+        if self.num_positions is None and dist.get_world_size() > 1:
+            micro_batch = agreed(build, dist.group.WORLD)
+        else:  # Stages of a pipeline come by at different times: the launcher ends them all.
+            micro_batch = build()
         advantages = torch.tensor([row.advantage for row in rows], device=sites.device)
         with sites.micro_batch(micro_batch):
-            output = model(*forward_arguments(micro_batch))
+            output = forward_micro_batch(model, sites, micro_batch)
         return output, partial(self.loss, micro_batch, advantages)
 
     def loss(

@@ -1,0 +1,151 @@
+"""Megatron's own training loop on recorded rollouts: the two examples, one after the other."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from megatron.core import dist_checkpointing
+
+from megatron_trace.rl.tasks import TaskItem, save_tasks
+from megatron_trace.testing.single_process import single_process
+
+ROOT = Path(__file__).parents[2]
+MODEL = """
+    --hybrid-layer-pattern *E*E --hidden-size 128 --num-attention-heads 4 --group-query-attention
+    --num-query-groups 2 --kv-channels 32 --qk-layernorm --swiglu --normalization RMSNorm
+    --position-embedding-type rope --no-rope-fusion --disable-bias-linear
+    --untie-embeddings-and-output-weights --num-experts 16 --moe-router-topk 4
+    --moe-ffn-hidden-size 64 --ffn-hidden-size 64 --moe-token-dispatcher-type alltoall
+    --moe-router-load-balancing-type none --moe-router-dtype fp32 --moe-enable-routing-replay
+    --seq-length 16 --max-position-embeddings 16 --transformer-impl local --use-cpu-initialization
+    --distributed-backend gloo --vocab-size 16 --make-vocab-size-divisible-by 16 --bf16
+    --no-gradient-accumulation-fusion --no-persist-layer-norm --no-masked-softmax-fusion
+    --no-bias-swiglu-fusion --attention-dropout 0 --hidden-dropout 0 --micro-batch-size 4
+    --trace-hint-layers all
+"""
+TRAIN = """
+    --global-batch-size 8 --train-iters 4 --lr 1e-4 --log-interval 1 --calculate-per-token-loss
+    --use-distributed-optimizer --eval-iters 0
+"""
+METRICS = ("log-prob gap", "importance weight", "grad norm")
+
+
+def run(example, flags, folder, *, ranks=1):
+    """Runs an example under torchrun and gives what it printed."""
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+            *("--nproc-per-node", str(ranks), str(ROOT / "examples" / example)),
+            *flags.split(),
+        ],
+        cwd=folder,
+        env=os.environ
+        | {
+            "OMP_NUM_THREADS": "1",
+            "TORCHDYNAMO_DISABLE": "1",
+            "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+            "PYTHONWARNINGS": "ignore",
+        },
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    output = done.stdout + done.stderr
+    assert done.returncode == 0, output[-6000:]
+    return output
+
+
+def iterations(output):
+    """Gives the metrics of each iteration that Megatron logged."""
+    found = {}
+    for line in re.findall(r"iteration +\d+/ .*", output):
+        number = int(re.match(r"iteration +(\d+)", line).group(1))
+        found[number] = {
+            name: float(re.search(rf"{name}: ([-+.\dE]+)", line).group(1)) for name in METRICS
+        }
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with prompts, a checkpoint of a warm-started model, and its recorded rollouts."""
+    folder = tmp_path_factory.mktemp("pretrain")
+    items = [
+        TaskItem(f"{n}+{n}=", str(2 * n % 10), "chain_sum", {"answer": str(2 * n % 10)})
+        for n in range(10)
+    ]
+    save_tasks(folder / "tasks.jsonl", items)
+    run(
+        "record_rollouts.py",
+        f"{MODEL} --rollout-tasks tasks.jsonl --rollout-output rollouts --rollout-warm-start 12 "
+        "--rollout-prompts 10 --rollout-samples 4 --rollout-max-response-tokens 4 --save start",
+        folder,
+    )
+    return folder
+
+
+@pytest.fixture(scope="module")
+def trained(folder):
+    """What four iterations on two expert-parallel ranks print; checkpoints of the 2nd and 4th."""
+    return run("pretrain_trace.py", training("start", "whole", "2", fresh=True), folder, ranks=2)
+
+
+def training(load, save, expert_parallel, *, fresh=False, more=""):
+    """Gives the flags of a training run."""
+    start = "--finetune --no-load-optim --no-load-rng" if fresh else ""
+    keep = f"--save {save} --save-interval 2" if save else ""
+    return (
+        f"{MODEL} {TRAIN} --trace-hint-dir rollouts --load {load} {start} {keep} "
+        f"--expert-model-parallel-size {expert_parallel} {more}"
+    )
+
+
+def only_iteration_2(folder, name):
+    """Gives a copy of the checkpoints that ends with the second iteration."""
+    shutil.copytree(folder / "whole", folder / name)
+    shutil.rmtree(folder / name / "iter_0000004")
+    (folder / name / "latest_checkpointed_iteration.txt").write_text("2")
+    return name
+
+
+def tensors(checkpoint):
+    """Gives the tensors of a checkpoint: parameters and the optimizer's state."""
+    with single_process(seed=0):
+        found = dist_checkpointing.load_plain_tensors(str(checkpoint))
+    return {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
+
+
+def test_a_rollout_is_trained_on_and_the_gap_starts_small(trained):
+    found = iterations(trained)
+    assert sorted(found) == [1, 2, 3, 4]
+    assert all(metrics["grad norm"] > 0 for metrics in found.values())
+    # Of the policy that rolled out: measured 0 to 1e-4; of rounding to nearest: 2e-2.
+    assert found[1]["log-prob gap"] < 2e-3
+    assert "TRACE ran: method trace, 40 samples" in trained
+
+
+def test_a_fresh_process_resumes_the_distributed_optimizer_exactly(folder, trained):
+    flags = training(only_iteration_2(folder, "resumed"), "resumed", "2")
+    resumed = iterations(run("pretrain_trace.py", flags, folder, ranks=2))
+    # Megatron's line of the second iteration after a start averages over both.
+    assert resumed[3] == iterations(trained)[3]
+    states = [tensors(folder / name / "iter_0000004") for name in ("whole", "resumed")]
+    assert states[0].keys() == states[1].keys()
+    assert any("exp_avg" in name for name in states[0])
+    for name, tensor in states[0].items():
+        assert torch.equal(tensor, states[1][name]), name
+
+
+def test_a_checkpoint_of_two_expert_parallel_ranks_loads_into_one(folder, trained):
+    flags = training(only_iteration_2(folder, "one"), "", "1", more="--no-load-optim")
+    one = iterations(run("pretrain_trace.py", flags, folder))
+    # The optimizer starts anew, so that only the forward pass of iteration 3 is the same.
+    expected = iterations(trained)[3]
+    assert one[3]["log-prob gap"] == pytest.approx(expected["log-prob gap"], rel=1e-4)
+    assert one[3]["importance weight"] == pytest.approx(expected["importance weight"], rel=1e-5)
