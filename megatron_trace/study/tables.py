@@ -11,6 +11,7 @@ from megatron_trace.study.cells import ALL_SITES
 from megatron_trace.study.results import CellResult, Row, StudyResult
 from megatron_trace.study.statistics import (
     Interval,
+    count_at,
     draws_of,
     gap_of,
     gap_ratio,
@@ -139,6 +140,8 @@ def code_table(result: StudyResult, names: Iterable[str]) -> Table | None:
             path = code_path(cell, site)
             different = shared_counts(cell.rows, draws, path, "rtn_different", "values")
             one_step = shared_counts(cell.rows, draws, path, "rtn_one_step", "rtn_different")
+            if cell.cell["fresh"] and not cell.cell["lag"]:
+                one_step = "-"  # Two records of the engine: their distance was not counted.
             scales = shared_counts(cell.rows, draws, path, "scale_bytes_different", "blocks")
             guided = shared_counts(cell.rows, draws, path, "guided_different", "guided_values")
             outside = shared_counts(cell.rows, draws, path, "out_of_bracket", "guided_values")
@@ -166,7 +169,9 @@ def code_path(cell: CellResult, site: str) -> tuple[str, ...]:
 def shared_counts(
     rows: Sequence[Row], draws: np.ndarray, path: tuple[str, ...], part: str, whole: str
 ) -> str:
-    """Gives a share of the counts at a path."""
+    """Gives a share of the counts at a path; `-` if they were not counted."""
+    if not any(count_at(row, (*path, whole)) for row in rows):
+        return "-"
     return shown(share(rows, draws, (*path, part), (*path, whole)))
 
 
