@@ -76,14 +76,14 @@ def trainer_with(
     return model, sites
 
 
-def load_local(model: HybridModel, weights: Mapping[str, torch.Tensor]) -> None:
+def load_local(model: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
     """Copies parameters that are named as local experts name them."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(weights[local_name(name)])
 
 
-def local_weights(model: HybridModel) -> dict[str, torch.Tensor]:
+def local_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Gives copies of the parameters by their local names."""
     return {local_name(name): p.detach().clone() for name, p in model.named_parameters()}
 

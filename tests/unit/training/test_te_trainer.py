@@ -24,16 +24,36 @@ from megatron_trace.testing.assertions import assert_same_bytes
 from megatron_trace.testing.recorded_samples import seen_values
 from megatron_trace.testing.single_process import tiny_moe_config
 from megatron_trace.testing.te_on_cpu import te_on_cpu
-from megatron_trace.testing.te_trainer import local_weights, train_steps, trainer_with
-from megatron_trace.testing.tiny_trainer import VOCAB_SIZE, recorded_rollout, tiny_trainer
+from megatron_trace.testing.te_trainer import (
+    load_local,
+    local_weights,
+    train_steps,
+    trainer_with,
+)
+from megatron_trace.testing.tiny_trainer import (
+    MAX_SEQUENCE_LENGTH,
+    VOCAB_SIZE,
+    recorded_rollout,
+    tiny_trainer,
+)
 from megatron_trace.training.micro_batch import make_micro_batch
-from megatron_trace.training.model import build_trainer_model, token_logprobs
+from megatron_trace.training.model import (
+    build_gpt_trainer_model,
+    build_trainer_model,
+    token_logprobs,
+)
 from megatron_trace.training.te_choice import FAKE_FACTORY, NVFP4_FACTORY
+from megatron_trace.training.te_specs import UnweightedTEGroupedMLP
 from megatron_trace.training.weights import expert_weight_digest
 
 KINDS = ("te", "te_recipe")
 RECIPE = {"fp4": "e2m1", "fp4_recipe": "custom", "fp4_quantizer_factory": FAKE_FACTORY}
 SITES = ("fc1", "fc2", "k", "v")
+FULL_RECOMPUTATION = {
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -126,6 +146,65 @@ def test_activations_get_the_codes_of_local_experts(rolled, weights, kind):
             assert_same_bytes(rows.unique(dim=0), values.unique(dim=0), f"{place}")
         else:
             assert_same_bytes(rows, torch.cat(expected.outputs), f"{place}")
+
+
+@pytest.mark.parametrize("config", [{}, FULL_RECOMPUTATION], ids=["plain", "recomputed"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_gpt_model_gives_the_bits_of_one_with_local_experts(rolled, kind, config):
+    """Two micro-batches are forwarded before either's backward, which recomputes."""
+    results: dict[str, tuple] = {}
+    for experts in ("local", kind):
+        torch.manual_seed(3)
+        model, sites = build_gpt_trainer_model(
+            tiny_moe_config("EE", **config),
+            vocab_size=VOCAB_SIZE,
+            max_sequence_length=MAX_SEQUENCE_LENGTH,
+            trace=TraceConfig(hint_layers="all", hint_sites=SITES, experts=experts),
+        )
+        sites.settings = rolled.settings
+        weights = results["local"][2] if results else local_weights(model)
+        load_local(model, weights)
+        model.train()
+        logprobs = []
+        for samples in (rolled.samples[:2], rolled.samples[2:]):
+            micro_batch = make_micro_batch(samples, rolled.store, sites)
+            with sites.micro_batch(micro_batch):
+                logprobs.append(token_logprobs(model, sites, micro_batch))
+        for part in logprobs:
+            part.sum().backward()
+        sites.assert_ran()
+        grads = {local_name(name): p.grad for name, p in model.named_parameters()}
+        results[experts] = ([part.detach() for part in logprobs], grads, weights)
+    for got, expected in zip(results[kind][0], results["local"][0], strict=True):
+        assert_same_bytes(got, expected, "log-probs")
+    assert results[kind][1].keys() == results["local"][1].keys()
+    for name, expected in results["local"][1].items():
+        assert_same_bytes(results[kind][1][name], expected, name)
+
+
+@pytest.mark.parametrize("number_format", ["nvfp4_4over6", "mxfp4", "mxfp4_w4a8"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_number_format_gives_the_bits_of_local_experts(weights, kind, number_format):
+    rolled = recorded_rollout(sites=SITES, number_format=number_format)
+    of_kind = [
+        train_steps(
+            *trainer_with(experts, rolled, weights, number_format=number_format),
+            rolled,
+            num_steps=1,
+        )
+        for experts in ("local", kind)
+    ]
+    assert of_kind[1].digests == of_kind[0].digests
+    for name, expected in of_kind[0].gradients[0].items():
+        assert_same_bytes(of_kind[1].gradients[0][name], expected, name)
+
+
+def test_experts_stay_plain_where_only_the_kv_cache_is_quantised():
+    fields = {"quantised_parts": "kv", "hint_sites": ("k", "v")}
+    model, _ = tiny_trainer(experts="te", dtype=torch.bfloat16, **fields)
+    assert type(model.decoder.layers[1].mlp.experts) is UnweightedTEGroupedMLP
+    with pytest.raises(ValueError, match="experts=te_recipe has no effect with method=trace"):
+        tiny_trainer(experts="te_recipe", dtype=torch.bfloat16, **fields)
 
 
 def test_method_bf16_quantises_nothing(rolled, weights):
