@@ -30,7 +30,7 @@ MODEL = """
 """
 TRAIN = """
     --global-batch-size 8 --train-iters 4 --lr 1e-4 --log-interval 1 --calculate-per-token-loss
-    --use-distributed-optimizer --eval-iters 0
+    --use-distributed-optimizer --dist-ckpt-optim-fully-reshardable --eval-iters 0
 """
 METRICS = ("log-prob gap", "importance weight", "grad norm")
 
