@@ -194,40 +194,60 @@ def derived_store(rollouts: RolloutSet, cell: Cell) -> HintStore:
             those of its configuration only.
     """
     store = HintStore()
-    ids = [sample.sample_id for sample in rollouts.samples]
-    for number, sample in enumerate(rollouts.samples):
-        other = rollouts.codes[ids[(number + 1) % len(ids)]]
-        for place, codes in rollouts.codes[sample.sample_id].items():
-            payload, scale_bytes = _damaged(codes, other[place], cell.damage)
-            store.put(
-                encode_packed_hint(
-                    codes.key,
-                    payload,
-                    scale_bytes,
-                    codes.global_scale,
-                    stored_bits(codes.format, cell.bits),
-                    cell.scale_form,
-                    codes.format,
-                )
-            )
-            store.put(codes, RecordKind.CODES)
+    samples = rollouts.samples
+    rows = [sample.num_rows for sample in samples]
+    for place in rollouts.codes[samples[0].sample_id]:
+        codes = [rollouts.codes[sample.sample_id][place] for sample in samples]
+        # All samples at once: on a GPU, thousands of small calls would take most of the time.
+        payload_rows, scale_rows = _source_rows(rows, cell.damage, codes[0].payload.device)
+        whole = encode_packed_hint(
+            codes[0].key,
+            torch.cat([hint.payload for hint in codes])[payload_rows],
+            torch.cat([hint.scale_bytes for hint in codes])[scale_rows],
+            codes[0].global_scale,
+            stored_bits(codes[0].format, cell.bits),
+            cell.scale_form,
+            codes[0].format,
+        )
+        parts = zip(codes, whole.payload.split(rows), whole.scale_bytes.split(rows), strict=True)
+        for hint, payload, scale_bytes in parts:
+            own = dataclasses.replace(whole, key=hint.key, payload=payload, scale_bytes=scale_bytes)
+            store.put(own)
+            store.put(hint, RecordKind.CODES)
     return store
 
 
-def _damaged(codes: SiteHint, other: SiteHint, damage: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gives payload uint8 [R, K / 2] and block scales uint8 [R, B] after the damage."""
+def _source_rows(
+    num_rows: Sequence[int], damage: str, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gives from which row of all samples each row takes its bits, and its block scales.
+
+    Args:
+        num_rows: R of each sample.
+        damage: What is done to the hints.
+        device: Where the rows are.
+
+    Returns:
+        int64 [sum of R] each.
+    """
+    same = torch.arange(sum(num_rows), device=device)
     if damage == "none":
-        return codes.payload, codes.scale_bytes
-    if damage == "other_sample":
-        rows = torch.arange(codes.num_rows) % other.num_rows
-        return other.payload[rows], other.scale_bytes[rows]
-    # A cyclic shift gives every row that of another token, unless there is one token only.
-    rows = (torch.arange(codes.num_rows) + codes.num_rows // 2) % codes.num_rows
-    if damage == "shuffled":
-        return codes.payload[rows], codes.scale_bytes[rows]
+        return same, same
+    starts = [sum(num_rows[:number]) for number in range(len(num_rows))]
+    parts = []
+    for number, count in enumerate(num_rows):
+        rows = torch.arange(count)
+        if damage == "other_sample":
+            other = (number + 1) % len(num_rows)
+            parts.append(starts[other] + rows % num_rows[other])
+        else:
+            # A cyclic shift gives every row that of another token, unless there is one only.
+            parts.append(starts[number] + (rows + count // 2) % count)
+    moved = torch.cat(parts).to(device)
     if damage == "wrong_scales":
-        return codes.payload, codes.scale_bytes[rows]
-    raise ValueError(f"damage must be one of those of Cell.damage; got {damage!r}")
+        return same, moved
+    assert damage in ("shuffled", "other_sample"), "the kinds of Cell.damage"
+    return moved, moved
 
 
 def code_differences(
