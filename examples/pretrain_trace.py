@@ -44,7 +44,7 @@ def main() -> None:
         args_defaults={"tokenizer_type": "NullTokenizer", "eval_interval": 1000},
     )
     trace, recorded = trace_config_from_args(args), recorded_config_from_args(args)
-    require_agreement(args, trace)
+    require_agreement(args, trace, recorded)
     pipelined = args.pipeline_model_parallel_size > 1
     training = RecordedTraining(
         trace, recorded, num_positions=args.seq_length if pipelined else None

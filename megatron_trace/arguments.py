@@ -76,32 +76,35 @@ def recorded_config_from_args(args: Namespace) -> RecordedConfig:
     return _from_args(args, RecordedConfig)
 
 
-def require_agreement(args: Namespace, trace: TraceConfig) -> None:
+def require_agreement(args: Namespace, trace: TraceConfig, recorded: RecordedConfig) -> None:
     """Checks that Megatron's flags and ours do not contradict each other.
 
     Args:
         args: What Megatron's `parse_and_validate_args` returned.
         trace: What `trace_config_from_args` made of it.
+        recorded: What `recorded_config_from_args` made of it.
 
     Raises:
         ValueError: They do; the message names both.
     """
-    local = args.transformer_impl == "local"
+    ours = (args.fp4_quantizer_factory or "").startswith("megatron_trace.")
     contradictions = {
         "--use-megatron-fsdp, which shards what the quantisers read": args.use_megatron_fsdp,
         "--use-torch-fsdp2, which shards what the quantisers read": args.use_torch_fsdp2,
         "no --calculate-per-token-loss: the loss is a mean over the tokens of a step": (
             not args.calculate_per_token_loss
         ),
-        "--fp4-format with --transformer-impl local: Megatron would ignore it": (
-            local and args.fp4 is not None
+        "--fp4-format without a --fp4-quantizer-factory of megatron_trace": (
+            args.fp4 is not None and not ours
         ),
         "--fp8-format: the quantised operands would be rounded again": args.fp8 is not None,
         f"--cuda-graph-impl {args.cuda_graph_impl}: hints differ from replay to replay": (
             args.cuda_graph_impl != "none"
         ),
-        "no --moe-enable-routing-replay: training would use other experts than the rollout": (
-            args.num_experts is not None and not args.moe_enable_routing_replay
+        "no --moe-enable-routing-replay (or say --no-trace-replay-routing)": (
+            args.num_experts is not None
+            and recorded.replay_routing
+            and not args.moe_enable_routing_replay
         ),
         "--perform-rl-step: it is Megatron's own RL loop": args.perform_rl_step,
     }

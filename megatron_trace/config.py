@@ -259,6 +259,8 @@ class RecordedConfig:
         hint_dir: Folder of samples, hints and rewards to train on.
         valid_hint_dir: Folder to evaluate on; empty evaluates on nothing.
         attention: Core attention: `megatron` is Megatron's own, `sdpa` torch's, the engine's.
+        replay_routing: Whether tokens go to the rollout's experts. If not, rows of fc2 whose expert
+            the rollout did not take are rounded to nearest and counted.
         temperature: Temperature of the rollout's sampling.
         clip_low: The ratio of the new to the old policy is clipped below 1 - clip_low.
         clip_high: The ratio of the new to the old policy is clipped above 1 + clip_high.
@@ -268,6 +270,7 @@ class RecordedConfig:
     hint_dir: str = ""
     valid_hint_dir: str = ""
     attention: Literal["megatron", "sdpa"] = "megatron"
+    replay_routing: bool = True
     temperature: float = 1.0
     clip_low: float = 0.2
     clip_high: float = 0.28

@@ -142,7 +142,8 @@ class RecordedTraining:
         else:  # Stages of a pipeline come by at different times: the launcher ends them all.
             micro_batch = build()
         advantages = torch.tensor([row.advantage for row in rows], device=sites.device)
-        with sites.micro_batch(micro_batch):
+        replay = self.recorded.replay_routing and sites.shape.num_experts > 0
+        with sites.micro_batch(micro_batch, replay_routing=replay):
             output = forward_micro_batch(model, sites, micro_batch)
         return output, partial(self.loss, micro_batch, advantages)
 

@@ -8,8 +8,15 @@ import sys
 
 import pytest
 
-from megatron_trace.arguments import add_trace_arguments, attribute_docs, trace_config_from_args
-from megatron_trace.config import TraceConfig
+from megatron_trace.arguments import (
+    add_recorded_arguments,
+    add_trace_arguments,
+    attribute_docs,
+    recorded_config_from_args,
+    require_agreement,
+    trace_config_from_args,
+)
+from megatron_trace.config import RecordedConfig, TraceConfig
 
 EVERY_FLAG = """
     --trace-method qat
@@ -136,3 +143,68 @@ def test_megatrons_own_parser_takes_the_flags() -> None:
     assert (
         TraceConfig(**fields | {"hint_sites": tuple(fields["hint_sites"])}) == EVERY_FIELD_CHANGED
     )
+
+
+MEGATRON_FLAGS = {
+    "use_megatron_fsdp": False,
+    "use_torch_fsdp2": False,
+    "calculate_per_token_loss": True,
+    "fp4": None,
+    "fp4_quantizer_factory": None,
+    "fp8": None,
+    "cuda_graph_impl": "none",
+    "num_experts": 8,
+    "moe_enable_routing_replay": True,
+    "perform_rl_step": False,
+}
+FACTORY = "megatron_trace.training.te_recipe.guided_fake_quantizer_factory"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"num_experts": None, "moe_enable_routing_replay": False},
+        {"fp4": "e2m1", "fp4_quantizer_factory": FACTORY},
+    ],
+)
+def test_flags_that_agree_are_accepted(changes) -> None:
+    args = argparse.Namespace(**MEGATRON_FLAGS | changes)
+    require_agreement(args, TraceConfig(), RecordedConfig())
+
+
+def test_a_run_without_replay_needs_to_say_so() -> None:
+    args = argparse.Namespace(**MEGATRON_FLAGS | {"moe_enable_routing_replay": False})
+    with pytest.raises(ValueError, match="trace contradicts no --moe-enable-routing-replay"):
+        require_agreement(args, TraceConfig(), RecordedConfig())
+    require_agreement(args, TraceConfig(), RecordedConfig(replay_routing=False))
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"use_megatron_fsdp": True}, "--use-megatron-fsdp"),
+        ({"use_torch_fsdp2": True}, "--use-torch-fsdp2"),
+        ({"calculate_per_token_loss": False}, "no --calculate-per-token-loss"),
+        ({"fp4": "e2m1"}, "--fp4-format without a --fp4-quantizer-factory"),
+        ({"fp4": "e2m1", "fp4_quantizer_factory": "other.factory"}, "--fp4-format"),
+        ({"fp8": "e4m3"}, "--fp8-format"),
+        ({"cuda_graph_impl": "local"}, "--cuda-graph-impl local"),
+        ({"perform_rl_step": True}, "--perform-rl-step"),
+    ],
+)
+def test_flags_of_megatron_that_contradict_ours_are_named_with_ours(changes, named) -> None:
+    args = argparse.Namespace(**MEGATRON_FLAGS | changes)
+    with pytest.raises(ValueError, match=f"--trace-method qat contradicts {named}"):
+        require_agreement(args, TraceConfig(method="qat"), RecordedConfig())
+
+
+def test_recorded_rollouts_have_flags_and_a_help_group_of_their_own() -> None:
+    parser = add_recorded_arguments(argparse.ArgumentParser())
+    args = parser.parse_args(["--trace-hint-dir", "rollouts", "--trace-importance-cap", "2"])
+    assert recorded_config_from_args(args) == RecordedConfig("rollouts", importance_cap=2.0)
+    text = parser.format_help()
+    assert "trace, recorded rollouts:" in text
+    assert "--trace-valid-hint-dir" in text
+    with pytest.raises(ValueError, match="temperature must be > 0"):
+        recorded_config_from_args(parser.parse_args(["--trace-temperature", "0"]))
