@@ -160,13 +160,14 @@ def decode_residues(hint: SiteHint) -> torch.Tensor:
 
 
 def stack_rows(
-    hints: Sequence[SiteHint | None], num_positions: int
+    hints: Sequence[SiteHint | None], num_positions: int, *, pin_memory: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gives the hints of N samples at one place in the row order of a model, padded on the right.
 
     Args:
         hints: One hint per sample, None where the sample has none.
         num_positions: S, at least the rows of the longest hint.
+        pin_memory: Whether the result is in page-locked memory; of hints on the host only.
 
     Returns:
         payload: uint8 [S, N, K * num_bits / 8]; 0 where not valid.
@@ -189,9 +190,11 @@ def stack_rows(
                 f"{_layout(hint)} ({hint.key})"
             )
     shape = (num_positions, len(hints))
-    payload = first.payload.new_zeros(*shape, first.payload.shape[1])
-    scale_bytes = first.scale_bytes.new_zeros(*shape, first.scale_bytes.shape[1])
-    valid = torch.zeros(shape, dtype=torch.bool, device=payload.device)
+    payload, scale_bytes = (
+        source.new_zeros((*shape, source.shape[1]), pin_memory=pin_memory)
+        for source in (first.payload, first.scale_bytes)
+    )
+    valid = torch.zeros(shape, dtype=torch.bool, device=payload.device, pin_memory=pin_memory)
     for column, hint in enumerate(hints):
         if hint is None:
             continue

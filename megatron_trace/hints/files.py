@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Protocol
 
@@ -176,6 +176,19 @@ class HintFiles:
         """Gives the open files of a sample's committed shards; none if unknown."""
         stored = self._find(sample_id)
         return () if stored is None else tuple(self._files(sample_id, stored))
+
+    def release(self, sample_ids: Iterable[str]) -> None:
+        """Closes the files of samples; reading a sample again opens them again.
+
+        A file's pages count as this process's memory while they are mapped: until it is closed, and
+        no tensor that was read from it is left.
+        """
+        for sample_id in sample_ids:
+            stored = self._samples.get(sample_id)
+            if stored is None:
+                continue
+            for shard in stored.entries:
+                self._open_files.pop(self._path(sample_id, stored.policy_version, shard), None)
 
     def incomplete(self) -> dict[str, tuple[Shard, ...]]:
         """Gives the samples of which a shard is not committed, with the shards that are."""

@@ -10,12 +10,12 @@ site sees them, N = P * B rows in [P, B] order, L MoE layers, E experts, k top-k
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 
-from megatron_trace.formats import ops
+from megatron_trace.formats import residue_bytes
 from megatron_trace.hints.codec import stack_rows
 from megatron_trace.hints.files import HintSource
 from megatron_trace.hints.part import HintPart
@@ -84,6 +84,11 @@ class MicroBatch:
     settings_digest: str
 
     @property
+    def hint_bytes(self) -> int:
+        """Bytes of the tensors of its hints and codes."""
+        return sum(rows.num_bytes for rows in (*self.hints.values(), *self.codes.values()))
+
+    @property
     def num_positions(self) -> int:
         """Positions S of a padded sample."""
         return self.valid.shape[0]
@@ -115,6 +120,60 @@ class MicroBatch:
         return f"sample {self.sample_ids[column]}, {kind} {position}"
 
 
+@dataclass(frozen=True, eq=False)
+class StagedMicroBatch:
+    """A micro-batch that was read, but is not on the model's device yet.
+
+    Attributes:
+        on_host: Its content where the hints were read to, residues of block scales still packed.
+        device: The model's device.
+    """
+
+    on_host: MicroBatch
+    device: torch.device
+
+    def on_device(self, *, non_blocking: bool = False) -> MicroBatch:
+        """Gives the micro-batch to forward.
+
+        Args:
+            non_blocking: Whether copies from page-locked memory are left to the current stream.
+        """
+        moved = map_tensors(
+            self.on_host, lambda tensor: tensor.to(self.device, non_blocking=non_blocking)
+        )
+        implementation = moved.made_for.trace.implementation
+        hints, codes = (
+            {place: rows.unpacked(implementation) for place, rows in records.items()}
+            for records in (moved.hints, moved.codes)
+        )
+        return replace(moved, hints=hints, codes=codes)
+
+
+def map_tensors(
+    micro_batch: MicroBatch, move: Callable[[torch.Tensor], torch.Tensor]
+) -> MicroBatch:
+    """Gives a micro-batch in other tensors, such as copies; each is moved once."""
+    rows = (
+        RankRows(move(part.positions), move(part.real))
+        for part in (micro_batch.token_rows, micro_batch.attention_rows)
+    )
+    hints, codes = (
+        {place: records.mapped(move) for place, records in by_place.items()}
+        for by_place in (micro_batch.hints, micro_batch.codes)
+    )
+    names = ("tokens", "loss_mask", "rollout_logprobs", "valid", "routing")
+    tensors = {name: move(getattr(micro_batch, name)) for name in names}
+    token_rows, attention_rows = rows
+    return replace(
+        micro_batch,
+        **tensors,
+        token_rows=token_rows,
+        attention_rows=attention_rows,
+        hints=hints,
+        codes=codes,
+    )
+
+
 def make_micro_batch(
     samples: Sequence[RolloutSample],
     store: HintSource | None,
@@ -140,6 +199,35 @@ def make_micro_batch(
         ValueError: The samples do not fit the model or S, or hints are of another policy version,
             other quantiser settings, or another shape.
     """
+    return stage_micro_batch(
+        samples, store, sites, padding_token=padding_token, num_positions=num_positions
+    ).on_device()
+
+
+def stage_micro_batch(
+    samples: Sequence[RolloutSample],
+    store: HintSource | None,
+    sites: TraceSites,
+    *,
+    padding_token: int = 0,
+    num_positions: int | None = None,
+    pin_memory: bool = False,
+) -> StagedMicroBatch:
+    """Reads what `make_micro_batch` reads, and leaves it on the host.
+
+    Args:
+        samples: As of `make_micro_batch`, like the next ones.
+        store: Where the hints are.
+        sites: `TraceSites` of the model that will forward the micro-batch.
+        padding_token: Token id of padding.
+        num_positions: S, or None.
+        pin_memory: Whether its tensors are in page-locked memory, from which a stream can copy
+            while other work goes on.
+
+    Raises:
+        LookupError: See `make_micro_batch`.
+        ValueError: See `make_micro_batch`.
+    """
     _require_samples(samples, sites)
     length = _num_positions(samples, sites, num_positions) + 1
     tokens = torch.full((len(samples), length), padding_token, dtype=torch.int64)
@@ -152,23 +240,61 @@ def make_micro_batch(
         loss_mask[b, response] = True
         rollout_logprobs[b, response] = sample.logprobs.float()
         valid[: sample.num_rows, b] = True
-    device = sites.device
     token_rows, attention_rows = (_rank_rows(site, valid, sites) for site in (Site.FC1, Site.K))
     routing = _routing(samples, valid, sites).unflatten(1, valid.shape)
-    return MicroBatch(
+    small = MicroBatch(
         made_for=sites,
         sample_ids=tuple(sample.sample_id for sample in samples),
-        tokens=tokens.to(device),
-        loss_mask=loss_mask.to(device),
-        rollout_logprobs=rollout_logprobs.to(device),
-        valid=valid.to(device),
+        tokens=tokens,
+        loss_mask=loss_mask,
+        rollout_logprobs=rollout_logprobs,
+        valid=valid,
         token_rows=token_rows,
         attention_rows=attention_rows,
-        routing=routing.to(device)[:, token_rows.positions].flatten(1, 2),
-        hints=_hints(samples, store, sites, length - 1),
-        codes=_codes(samples, store, sites, length - 1),
+        routing=routing[:, token_rows.positions].flatten(1, 2),
+        hints={},
+        codes={},
         settings_digest=samples[0].settings_digest,
     )
+    if pin_memory:
+        small = map_tensors(small, torch.Tensor.pin_memory)
+    records = {
+        "hints": _hints(samples, store, sites, length - 1, pin_memory),
+        "codes": _codes(samples, store, sites, length - 1, pin_memory),
+    }
+    return StagedMicroBatch(replace(small, **records), sites.device)
+
+
+def planned_hint_bytes(
+    samples: Sequence[RolloutSample],
+    store: HintSource | None,
+    sites: TraceSites,
+    *,
+    num_positions: int | None = None,
+) -> int:
+    """Gives `hint_bytes` of the micro-batch that `stage_micro_batch` would give on the host.
+
+    No hint is read for it, so it counts those of every recorded place, also where `missing_hints`
+    allows that none is found.
+
+    Raises:
+        ValueError: The samples do not fit the model or S.
+    """
+    _require_samples(samples, sites)
+    length = _num_positions(samples, sites, num_positions)
+    trace = sites.trace
+    layouts = [(place, trace.hint_bits, trace.hint_scales) for place in sites.recorded_places]
+    layouts += [(place, 4, "raw") for place in _code_places(samples, store, sites)]
+    total = 0
+    for (_, site), hint_bits, scale_form in layouts:
+        columns, number_format = sites.shape.columns(site), sites.format_of(site)
+        width = sites.shape.row_width(site) if columns is None else len(columns)
+        num_blocks = width // number_format.block_size
+        scales = num_blocks if scale_form == "raw" else residue_bytes(num_blocks)
+        row = width * stored_bits(number_format, hint_bits) // 8 + scales + 1
+        rows = sum(len(part) for part in sites.shape.layout.positions(site, length))
+        total += rows * len(samples) * row
+    return total
 
 
 def _require_samples(samples: Sequence[RolloutSample], sites: TraceSites) -> None:
@@ -221,7 +347,7 @@ def _num_positions(samples: Sequence[RolloutSample], sites: TraceSites, wanted: 
 def _rank_rows(site: Site, valid: torch.Tensor, sites: TraceSites) -> RankRows:
     parts = sites.shape.layout.positions(site, valid.shape[0])
     positions = torch.cat([torch.arange(part.start, part.stop) for part in parts])
-    return RankRows(positions.to(sites.device), valid[positions].flatten().to(sites.device))
+    return RankRows(positions, valid[positions].flatten())
 
 
 def _routing(
@@ -262,7 +388,11 @@ def _require_experts(rows: torch.Tensor, num_experts: int, sample_id: str) -> No
 
 
 def _hints(
-    samples: Sequence[RolloutSample], store: HintSource | None, sites: TraceSites, positions: int
+    samples: Sequence[RolloutSample],
+    store: HintSource | None,
+    sites: TraceSites,
+    positions: int,
+    pin_memory: bool,
 ) -> dict[Place, HintRows]:
     if not sites.guides:
         return {}
@@ -274,24 +404,34 @@ def _hints(
         part = partial(_part, place[1], positions, sites)
         hints = [_get(sample, place, store, RecordKind.HINT, tolerant, part) for sample in samples]
         if any(hint is not None for hint in hints):
-            trace = sites.trace
-            rows[place] = _stack(hints, place, sites, positions, trace.hint_bits, trace.hint_scales)
+            form = sites.trace.hint_bits, sites.trace.hint_scales
+            rows[place] = _stack(hints, place, sites, positions, *form, pin_memory)
     return rows
 
 
 def _codes(
-    samples: Sequence[RolloutSample], store: HintSource | None, sites: TraceSites, positions: int
+    samples: Sequence[RolloutSample],
+    store: HintSource | None,
+    sites: TraceSites,
+    positions: int,
+    pin_memory: bool,
 ) -> dict[Place, HintRows]:
-    if not (sites.quantises and sites.diagnostics) or store is None:
-        return {}
-    stored = (store.places(sample.sample_id, RecordKind.CODES) for sample in samples)
-    places = sorted(set().union(*stored) & set(sites.shape.places))
     rows: dict[Place, HintRows] = {}
-    for place in places:
+    for place in _code_places(samples, store, sites):
+        assert store is not None, "without a store there are no places"
         part = partial(_part, place[1], positions, sites)
         hints = [_get(sample, place, store, RecordKind.CODES, True, part) for sample in samples]
-        rows[place] = _stack(hints, place, sites, positions, 4, "raw")
+        rows[place] = _stack(hints, place, sites, positions, 4, "raw", pin_memory)
     return rows
+
+
+def _code_places(
+    samples: Sequence[RolloutSample], store: HintSource | None, sites: TraceSites
+) -> list[Place]:
+    if not (sites.quantises and sites.diagnostics) or store is None:
+        return []
+    stored = (store.places(sample.sample_id, RecordKind.CODES) for sample in samples)
+    return sorted(set().union(*stored) & set(sites.shape.places))
 
 
 def _part(site: Site, num_positions: int, sites: TraceSites, num_rows: int) -> HintPart | None:
@@ -330,6 +470,7 @@ def _stack(
     positions: int,
     hint_bits: int,
     scale_form: ScaleForm,
+    pin_memory: bool,
 ) -> HintRows:
     columns, number_format = sites.shape.columns(place[1]), sites.format_of(place[1])
     width = sites.shape.row_width(place[1]) if columns is None else len(columns)
@@ -351,14 +492,8 @@ def _stack(
                 raise ValueError(f"hint has {name} {got}, expected {expected} ({hint.key})")
     # Right padding: the real rows of a sample are this rank's first ones.
     parts = sites.shape.layout.positions(place[1], positions)
-    payload, scale_bytes, present = stack_rows(hints, sum(len(part) for part in parts))
-    payload, scale_bytes, present = (
-        part.flatten(0, 1).to(sites.device) for part in (payload, scale_bytes, present)
-    )
-    if scale_form == "residue":
-        scale_bytes = ops.unpack_residues(
-            scale_bytes,
-            width // number_format.block_size,
-            implementation=sites.trace.implementation,
-        )
-    return HintRows(payload, scale_bytes, num_bits, present, scale_form, number_format)
+    num_rows = sum(len(part) for part in parts)
+    rows = [part.flatten(0, 1) for part in stack_rows(hints, num_rows, pin_memory=pin_memory)]
+    payload, scale_bytes, present = rows
+    form = "raw" if scale_form == "raw" else "packed"
+    return HintRows(payload, scale_bytes, num_bits, present, form, number_format)

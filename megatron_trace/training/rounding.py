@@ -11,7 +11,7 @@ from typing import Literal
 
 import torch
 
-from megatron_trace.config import TraceConfig
+from megatron_trace.config import Implementation, TraceConfig
 from megatron_trace.formats import E2M1_MAX, E4M3_MAX, ops, residue_bytes
 from megatron_trace.formats.blocks import split
 from megatron_trace.formats.number_format import NVFP4, NumberFormat
@@ -36,7 +36,8 @@ class HintRows:
         num_bits: Bits per value.
         has_hint: bool [N]; False where there is none.
         scale_form: `raw`: the scales are those of the rollout; `residue`: their residues modulo 8;
-            `restored`: what the residues stand for beside the trainer's values.
+            `restored`: what the residues stand for beside the trainer's values; `packed`: residues
+            as they are stored, before `unpacked`.
         number_format: Format of the values.
     """
 
@@ -44,7 +45,7 @@ class HintRows:
     scale_bytes: torch.Tensor
     num_bits: int
     has_hint: torch.Tensor
-    scale_form: Literal["raw", "residue", "restored"] = "raw"
+    scale_form: Literal["raw", "residue", "restored", "packed"] = "raw"
     number_format: NumberFormat = NVFP4
 
     @property
@@ -54,14 +55,35 @@ class HintRows:
         scales = num_blocks if self.scale_form == "raw" else residue_bytes(num_blocks)
         return self.payload.shape[-1] + scales
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the tensors."""
+        return self.payload.nbytes + self.scale_bytes.nbytes + self.has_hint.nbytes
+
     def to(self, device: torch.device) -> HintRows:
         """Gives the same rows on a device."""
+        return self.mapped(lambda tensor: tensor.to(device))
+
+    def mapped(self, move: RowMove) -> HintRows:
+        """Gives the same rows in other tensors, such as copies."""
         return replace(
             self,
-            payload=self.payload.to(device),
-            scale_bytes=self.scale_bytes.to(device),
-            has_hint=self.has_hint.to(device),
+            payload=move(self.payload),
+            scale_bytes=move(self.scale_bytes),
+            has_hint=move(self.has_hint),
         )
+
+    def unpacked(self, implementation: Implementation = "auto") -> HintRows:
+        """Gives the same rows with a byte for each block, where residues are packed."""
+        if self.scale_form != "packed":
+            return self
+        num_values = self.payload.shape[-1] * 8 // self.num_bits
+        residues = ops.unpack_residues(
+            self.scale_bytes,
+            num_values // self.number_format.block_size,
+            implementation=implementation,
+        )
+        return replace(self, scale_bytes=residues, scale_form="residue")
 
     def moved(self, move: RowMove) -> HintRows:
         """Gives the rows where a move takes them; a row of zeros that it adds has no hint."""
