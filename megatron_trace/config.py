@@ -39,8 +39,9 @@ class TraceConfig:
             4 (full code, which has 8 bits where values are in MXFP8).
         hint_scales: How a hint keeps block scales: `raw` (8 bits each), or `residue` (3 bits each,
             modulo 8 against the trainer's own, which tells the guard less).
-        hint_layers: Checkpoint decoder layers whose hints are recorded: `latter_half`, `all`, or
-            comma-separated indices such as `2,3`.
+        hint_layers: Checkpoint decoder layers whose hints are recorded: `all`, `latter_half` (the
+            paper's choice; our study found it not nearly enough), or comma-separated indices such
+            as `2,3`.
         hint_sites: Sites that are recorded and guided, of fc1, fc2, k, v. fc2 takes top-k times the
             expert's hidden size a token, and needs routing replay. The default leaves out what is
             not quantised, such as fc1 in a model without MoE layers; any other choice must exist.
@@ -74,7 +75,7 @@ class TraceConfig:
     quantised_parts: QuantisedParts = "experts_and_kv"
     hint_bits: int = 1
     hint_scales: HintScales = "raw"
-    hint_layers: str = "latter_half"
+    hint_layers: str = "all"
     hint_sites: tuple[str, ...] = field(default=DEFAULT_HINT_SITES)
     missing_hints: Literal["error", "rtn"] = "error"
     guard: bool = True

@@ -75,8 +75,20 @@ def test_records_without_a_store_are_not_kept_and_change_nothing(trace_engine):
     assert trace_engine.seconds["record"] - before < 1e-3
 
 
-def test_only_the_latter_half_of_the_layers_is_recorded_by_default(weights):
-    engine = tiny_engine(weights, hint_sites=("fc1", "v"), hint_bits=4, diagnostic_share=0.5)
+def test_all_layers_are_recorded_by_default(weights):
+    engine = tiny_engine(weights, hint_sites=("v",))
+    samples, store = roll_out(engine, random_prompts(4))
+    assert store.places(samples[0].sample_id) == ((0, Site.V), (1, Site.V))
+
+
+def test_only_the_chosen_layers_and_sites_are_recorded(weights):
+    engine = tiny_engine(
+        weights,
+        hint_layers="latter_half",
+        hint_sites=("fc1", "v"),
+        hint_bits=4,
+        diagnostic_share=0.5,
+    )
     samples, store = roll_out(engine, random_prompts(40))
     with_codes = [s.sample_id for s in samples if store.places(s.sample_id, RecordKind.CODES)]
     for sample in samples:
