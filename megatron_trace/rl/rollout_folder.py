@@ -10,6 +10,7 @@ A sample can be trained on once every sample of its group is committed and rewar
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -35,14 +36,26 @@ class Reward:
     Attributes:
         sample_id: The sample.
         group: Name of its prompt group, unique within the folder.
-        group_size: Samples of the group.
-        reward: The reward.
+        group_size: Samples of the group, at least 2.
+        reward: The reward, finite.
     """
 
     sample_id: str
     group: str
     group_size: int
     reward: float
+
+    def __post_init__(self) -> None:
+        """Raises ValueError on a reward from which no advantage follows."""
+        if self.group_size < 2:
+            raise ValueError(
+                f"the group of sample {self.sample_id} needs at least 2 samples, as an advantage "
+                f"is relative to the others; got {self.group_size}"
+            )
+        if not math.isfinite(self.reward):
+            raise ValueError(
+                f"the reward of sample {self.sample_id} must be finite; got {self.reward}"
+            )
 
 
 @dataclass(frozen=True)
@@ -92,6 +105,7 @@ def commit_rollouts(
                 f"{sample.settings_digest or '(none: BF16)'}, but the settings given are "
                 f"{digest or '(none: BF16)'}"
             )
+    _require_one_method(files, settings)
     if settings is not None:
         save_settings(settings, files.folder)
     files.commit(samples)
@@ -101,6 +115,20 @@ def commit_rollouts(
     number = len(list(folder.glob(f"{prefix}.*.jsonl")))
     lines = "".join(json.dumps(asdict(reward)) + "\n" for reward in rewards)
     write_file(folder / f"{prefix}.{number:06d}.jsonl", lines.encode())
+
+
+def _require_one_method(files: HintFilesWriter, settings: QuantizerSettings | None) -> None:
+    """Raises ValueError where BF16 rollouts and quantised ones would share a folder."""
+    of_quantised = (files.folder / SETTINGS_FILE).is_file()
+    if settings is None and of_quantised:
+        there, new = "quantised", "BF16"
+    elif settings is not None and not of_quantised and files.sample_ids():
+        there, new = "BF16", "quantised"
+    else:
+        return
+    raise ValueError(
+        f"{files.folder} has {there} rollouts, but these are {new}; write them to another folder"
+    )
 
 
 class RolloutFolder:
@@ -118,7 +146,7 @@ class RolloutFolder:
 
     Raises:
         FileNotFoundError: There is no such folder.
-        ValueError: A reward file is damaged, or no sample can be trained on.
+        ValueError: A reward file is damaged or contradicts another, or no sample can be trained on.
     """
 
     def __init__(self, folder: str | Path, *, settle: bool = True) -> None:
@@ -168,17 +196,27 @@ class RolloutFolder:
 
 def _read_rewards(folder: Path) -> dict[str, Reward]:
     rewards: dict[str, Reward] = {}
+    groups: Counter[str] = Counter()
+    sizes: dict[str, int] = {}
     for path in sorted(folder.glob("*.jsonl")) if folder.is_dir() else ():
         if not re.fullmatch(r"v\d{8,}\.\d{6,}\.jsonl", path.name):
             raise ValueError(f"{path} is no file of rewards; move it elsewhere")
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
             try:
                 reward = Reward(**json.loads(line))
-            except (TypeError, json.JSONDecodeError) as error:
+            except (TypeError, ValueError) as error:
                 raise ValueError(f"{path}, line {number}: no reward ({error})") from error
             if reward.sample_id in rewards:
                 raise ValueError(
                     f"{path}, line {number}: sample {reward.sample_id} has a reward already"
+                )
+            groups[reward.group] += 1
+            size = sizes.setdefault(reward.group, reward.group_size)
+            if reward.group_size != size or groups[reward.group] > size:
+                raise ValueError(
+                    f"{path}, line {number}: sample {reward.sample_id} is the "
+                    f"{groups[reward.group]}. of a group {reward.group} of {reward.group_size}, "
+                    f"which has {size} samples; give every group of the folder its own name"
                 )
             rewards[reward.sample_id] = reward
     return rewards

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 
 import pytest
 
@@ -69,7 +70,7 @@ def test_rewards_of_other_samples_are_refused_and_nothing_is_written(tmp_path):
         HintFilesWriter(tmp_path) as files,
         pytest.raises(ValueError, match="1 rewards must name the 2 samples"),
     ):
-        commit_rollouts(files, samples("a", "b"), rewards({"a": 1.0}), SETTINGS)
+        commit_rollouts(files, samples("a", "b"), rewards({"a": 1.0}, size=2), SETTINGS)
     assert not (tmp_path / "settings.json").exists()
 
 
@@ -79,7 +80,7 @@ def test_samples_of_other_settings_are_refused(tmp_path):
         HintFilesWriter(tmp_path) as files,
         pytest.raises(ValueError, match="was rolled out under quantiser settings"),
     ):
-        commit_rollouts(files, samples("a"), rewards({"a": 1.0}), other)
+        commit_rollouts(files, samples("a"), rewards({"a": 1.0}, size=2), other)
     commit(tmp_path, {"a": 1.0, "b": 0.0})
     with pytest.raises(ValueError, match="write samples of other settings to another folder"):
         commit(tmp_path, {"c": 1.0, "d": 0.0}, settings=other)
@@ -90,7 +91,43 @@ def test_bf16_rollouts_have_no_settings(tmp_path):
     assert RolloutFolder(tmp_path).settings is None
 
 
-@pytest.mark.parametrize("line", ['{"sample_id": "c"}', "half a li", "[1, 2]"])
+def test_bf16_and_quantised_rollouts_do_not_share_a_folder(tmp_path):
+    for name, first, second in (("a", None, SETTINGS), ("b", SETTINGS, None)):
+        commit(tmp_path / name, {"a": 1.0, "b": 0.0}, settings=first)
+        with pytest.raises(ValueError, match=r"but these are .*; write them to another"):
+            commit(tmp_path / name, {"c": 1.0, "d": 0.0}, settings=second)
+        assert len(RolloutFolder(tmp_path / name, settle=False)) == 2
+
+
+@pytest.mark.parametrize("reward", [math.nan, math.inf, -math.inf])
+def test_a_reward_that_is_not_finite_is_refused(reward):
+    with pytest.raises(ValueError, match="the reward of sample a must be finite"):
+        Reward("a", "g", 2, reward)
+
+
+def test_a_group_of_one_is_refused():
+    with pytest.raises(ValueError, match="group of sample a needs at least 2 samples"):
+        Reward("a", "g", 1, 0.0)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_two_groups_of_one_name_are_refused(tmp_path, size):
+    commit(tmp_path, {"a": 1.0, "b": 0.0})
+    commit(tmp_path, {"c": 1.0, "d": 0.0}, size=size)
+    with pytest.raises(ValueError, match=r"line 1: sample c is the 3. of a group g of .* has 2"):
+        RolloutFolder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"sample_id": "c"}',
+        "half a li",
+        "[1, 2]",
+        '{"sample_id": "c", "group": "h", "group_size": 2, "reward": NaN}',
+        '{"sample_id": "c", "group": "h", "group_size": 2, "reward": "1"}',
+    ],
+)
 def test_a_damaged_line_of_rewards_is_named(tmp_path, line):
     commit(tmp_path, {"a": 1.0, "b": 0.0})
     (path,) = (tmp_path / "rewards").iterdir()
