@@ -13,6 +13,14 @@ from megatron.training.argument_utils import ArgumentGroupFactory
 from megatron_trace.config import RecordedConfig, TraceConfig
 
 _PREFIX = "trace_"
+# Shorter names, beside the fields' own.
+_ALIASES = {
+    "method": "--trace-mode",
+    "number_format": "--trace-format",
+    "hint_sites": "--trace-sites",
+    "hint_layers": "--trace-layers",
+    "missing_hints": "--trace-on-missing",
+}
 
 
 class _DocumentedFactory(ArgumentGroupFactory):
@@ -117,7 +125,9 @@ def _add_flags(parser: ArgumentParser, settings: type, title: str) -> ArgumentPa
     types = typing.get_type_hints(settings)
     fields = []
     for field in dataclasses.fields(settings):
-        flag = dataclasses.field(default=field.default)
+        own = "--" + (_PREFIX + field.name).replace("_", "-")
+        names = {"arg_names": [own, _ALIASES[field.name]]} if field.name in _ALIASES else {}
+        flag = dataclasses.field(default=field.default, metadata={"argparse_meta": names})
         fields.append((_PREFIX + field.name, _flag_type(types[field.name]), flag))
     flags = dataclasses.make_dataclass("TraceFlags", fields, namespace={"__doc__": title})
     _DocumentedFactory(flags, settings).build_group(parser, title=title)

@@ -101,6 +101,21 @@ def test_packed_activations_that_contradict_another_setting_are_refused(flags, m
         parsed("--trace-save-packed-activations", *flags.split())
 
 
+def test_shorter_names_mean_the_same() -> None:
+    flags = (
+        "--trace-mode qat --trace-format mxfp4 --trace-sites k v --trace-layers 1 "
+        "--trace-on-missing rtn"
+    )
+    config = parsed(*flags.split())
+    assert config == TraceConfig(
+        method="qat",
+        number_format="mxfp4",
+        hint_sites=("k", "v"),
+        hint_layers="1",
+        missing_hints="rtn",
+    )
+
+
 def test_every_field_is_documented() -> None:
     assert list(attribute_docs(TraceConfig)) == [
         field.name for field in dataclasses.fields(TraceConfig)
