@@ -237,12 +237,10 @@ def _source_rows(
     parts = []
     for number, count in enumerate(num_rows):
         rows = torch.arange(count)
-        if damage == "other_sample":
-            other = (number + 1) % len(num_rows)
-            parts.append(starts[other] + rows % num_rows[other])
-        else:
-            # A cyclic shift gives every row that of another token, unless there is one only.
-            parts.append(starts[number] + (rows + count // 2) % count)
+        # Another token's row, unless there is one only: prompts of two samples may begin alike.
+        source = (number + 1) % len(num_rows) if damage == "other_sample" else number
+        shifted = (rows + num_rows[source] // 2) % num_rows[source]
+        parts.append(starts[source] + shifted)
     moved = torch.cat(parts).to(device)
     if damage == "wrong_scales":
         return same, moved
