@@ -17,11 +17,13 @@ from megatron_trace.testing import cpu_pretrain, cpu_runtime
 cpu_runtime.install()
 cpu_pretrain.install()
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from megatron.core.enums import ModelType
+from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.training import pretrain, print_rank_0
 from megatron.training.argument_utils import pretrain_cfg_container_from_args
 from megatron.training.arguments import parse_and_validate_args
@@ -46,8 +48,19 @@ def main() -> None:
     trace, recorded = trace_config_from_args(args), recorded_config_from_args(args)
     require_agreement(args, trace, recorded)
     pipelined = args.pipeline_model_parallel_size > 1
+
+    def num_micro_batches(trains: bool) -> int:
+        if trains:
+            return get_num_microbatches()
+        return args.eval_global_batch_size // (
+            args.eval_micro_batch_size * args.data_parallel_size * args.gtp_weight_remat_size
+        )
+
     training = RecordedTraining(
-        trace, recorded, num_positions=args.seq_length if pipelined else None
+        trace,
+        recorded,
+        num_positions=args.seq_length if pipelined else None,
+        num_micro_batches=num_micro_batches,
     )
     model_config = trace_model_config_from_args(args, trace, recorded.attention, training.settings)
     iteration = None
@@ -66,7 +79,10 @@ def main() -> None:
         iteration = current
         return training.forward_step(data_iterator, model)
 
-    with compat.distributed_optimizer_resumes_with_torch_adam():
+    with (
+        contextlib.closing(training),
+        compat.distributed_optimizer_resumes_with_torch_adam(),
+    ):
         pretrain(
             pretrain_cfg_container_from_args(args, model_config),
             datasets,

@@ -266,6 +266,11 @@ class RecordedConfig:
         clip_low: The ratio of the new to the old policy is clipped below 1 - clip_low.
         clip_high: The ratio of the new to the old policy is clipped above 1 + clip_high.
         importance_cap: Upper bound of the token weight, old policy over rollout.
+        prefetch: Whether a thread reads the hints of a step's next micro-batches meanwhile.
+        hint_memory_mb: Most MiB of host memory for the hints of micro-batches that were read and
+            not used yet, the one in use included, for each chunk of the model on a rank; prefetch
+            needs room for two. A micro-batch whose hints alone take more is an error. Without it,
+            prefetch reads one micro-batch ahead.
     """
 
     hint_dir: str = ""
@@ -276,6 +281,8 @@ class RecordedConfig:
     clip_low: float = 0.2
     clip_high: float = 0.28
     importance_cap: float = 5.0
+    prefetch: bool = False
+    hint_memory_mb: int | None = None
 
     def __post_init__(self) -> None:
         """Raises ValueError on a value out of range."""
@@ -283,6 +290,8 @@ class RecordedConfig:
             self.attention in ("megatron", "sdpa"), "attention", "megatron or sdpa", self.attention
         )
         _require(self.temperature > 0, "temperature", "> 0", self.temperature)
+        bound = self.hint_memory_mb
+        _require(bound is None or bound > 0, "hint_memory_mb", "> 0", bound)
 
 
 def _parse_layers(text: str) -> tuple[int, ...]:

@@ -19,11 +19,13 @@ from torch.utils.data import Dataset
 
 from megatron_trace.config import RecordedConfig, TraceConfig
 from megatron_trace.rl.losses import GrpoSettings, grpo_loss
+from megatron_trace.rl.recorded_pass import Indices, RecordedPass, part_of
 from megatron_trace.rl.rollout_folder import RolloutFolder
 from megatron_trace.training.megatron_model import trace_sites
-from megatron_trace.training.micro_batch import MicroBatch, make_micro_batch
+from megatron_trace.training.micro_batch import MicroBatch
 from megatron_trace.training.model import forward_micro_batch, logprobs_of_logits
 from megatron_trace.training.over_ranks import agreed
+from megatron_trace.training.prefetch import read_micro_batch
 from megatron_trace.training.sites import TraceSites
 
 Report = dict[str, torch.Tensor]
@@ -54,30 +56,49 @@ class SampleIndices(Dataset[dict[str, int]]):
 
 
 class RecordedTraining:
-    """What Megatron's `pretrain` calls: `datasets` and `forward_step`.
+    """What Megatron's `pretrain` calls: `datasets` and `forward_step`; `close` it at the end.
 
     Args:
         trace: Settings of TRACE.
         recorded: Folders and settings of the objective.
         num_positions: Positions of every micro-batch, which pipeline stages must know beforehand;
             None takes as many as its samples need.
+        num_micro_batches: Gives how many micro-batches Megatron's next pass will forward, of
+            whether it trains; read by prefetch only.
 
     Attributes:
         folders: The folder to train on, and the one to evaluate on, if any.
 
     Raises:
         ValueError: No folder is given, a folder has no sample to train on, or the folders were made
-            under different quantiser settings or by another method.
+            under different quantiser settings or by another method; or a setting has no effect.
     """
 
     def __init__(
-        self, trace: TraceConfig, recorded: RecordedConfig, *, num_positions: int | None = None
+        self,
+        trace: TraceConfig,
+        recorded: RecordedConfig,
+        *,
+        num_positions: int | None = None,
+        num_micro_batches: Callable[[bool], int] | None = None,
     ) -> None:
         if not recorded.hint_dir:
             raise ValueError("--trace-hint-dir is needed: the folder of rollouts to train on")
+        for name in ("prefetch", "hint_memory_mb"):
+            if getattr(recorded, name) and trace.method != "trace":
+                flag = name.replace("_", "-")
+                raise ValueError(
+                    f"--trace-{flag} has no effect with --trace-method {trace.method}, which reads "
+                    "no hints; leave it out"
+                )
+        if recorded.prefetch and num_micro_batches is None:
+            raise ValueError("prefetch needs num_micro_batches: the end of each pass")
         self.trace = trace
         self.recorded = recorded
         self.num_positions = num_positions
+        self.num_micro_batches = num_micro_batches
+        bound = recorded.hint_memory_mb
+        self._max_host_bytes = None if bound is None else bound * 2**20
         self.folders = [
             RolloutFolder(path) for path in (recorded.hint_dir, recorded.valid_hint_dir) if path
         ]
@@ -86,6 +107,9 @@ class RecordedTraining:
         self._require_one_kind_of_rollout()
         # Sites of the stages that ran since the last check.
         self._running: dict[int, TraceSites] = {}
+        # Of each stage on this rank, by the identity of its sites.
+        self._readers: dict[int, list[RolloutFolder]] = {}
+        self._passes: dict[int, RecordedPass] = {}
 
     def datasets(
         self, num_samples: Sequence[int]
@@ -110,9 +134,12 @@ class RecordedTraining:
         return parts[0], parts[1] if valid else None, None
 
     def forward_step(
-        self, data_iterator: Iterator[dict[str, torch.Tensor]], model: torch.nn.Module
+        self, data_iterator: Iterator[Indices], model: torch.nn.Module
     ) -> tuple[torch.Tensor, LossFunction]:
         """Forwards one micro-batch through one stage.
+
+        With prefetch, its first call in a pass takes all indices of the pass from the iterator; see
+        `RecordedPass` for why that is safe.
 
         Args:
             data_iterator: Gives `SampleIndices` in batches.
@@ -125,23 +152,22 @@ class RecordedTraining:
             LookupError: A hint is missing, and `missing_hints` is `error`.
             ValueError: A sample does not fit the model or its hints.
         """
-        indices = next(data_iterator)
-        folder = self.folders[int(indices["part"][0])]
-        rows = [folder[index] for index in indices["sample"].tolist()]
         sites = trace_sites(model)
         self._running[id(sites)] = sites
-        build = partial(
-            make_micro_batch,
-            [row.sample for row in rows],
-            folder.hints,
-            sites,
-            num_positions=self.num_positions,
-        )
+        if self.recorded.prefetch:
+            current = self._current_pass(data_iterator, sites, training=model.training)
+            indices, build = current.next_indices(data_iterator), current.next_micro_batch
+        else:
+            indices = next(data_iterator)
+            build = partial(self._read, indices, sites)
         if self.num_positions is None and dist.get_world_size() > 1:
             micro_batch = agreed(build, dist.group.WORLD)
         else:  # Stages of a pipeline come by at different times: the launcher ends them all.
             micro_batch = build()
-        advantages = torch.tensor([row.advantage for row in rows], device=sites.device)
+        folder = self.folders[part_of(indices)]
+        advantages = torch.tensor(
+            [folder.advantage(index) for index in indices["sample"].tolist()], device=sites.device
+        )
         replay = self.recorded.replay_routing and sites.shape.num_experts > 0
         with sites.micro_batch(micro_batch, replay_routing=replay):
             output = forward_micro_batch(model, sites, micro_batch)
@@ -203,6 +229,41 @@ class RecordedTraining:
             sites.assert_ran()
             sites.reset_report()
         self._running.clear()
+
+    def close(self) -> None:
+        """Ends the threads that read ahead."""
+        for ahead in self._passes.values():
+            ahead.close()
+        self._passes.clear()
+
+    def _read(self, indices: Indices, sites: TraceSites) -> MicroBatch:
+        folder = self.folders[part_of(indices)]
+        return read_micro_batch(
+            [folder[index].sample for index in indices["sample"].tolist()],
+            folder.hints,
+            sites,
+            max_host_bytes=self._max_host_bytes,
+            num_positions=self.num_positions,
+        )
+
+    def _current_pass(
+        self, data_iterator: Iterator[Indices], sites: TraceSites, *, training: bool
+    ) -> RecordedPass:
+        current = self._passes.get(id(sites))
+        if current is not None and not current.is_over:
+            return current
+        if id(sites) not in self._readers:
+            self._readers[id(sites)] = [folder.with_own_reader() for folder in self.folders]
+        assert self.num_micro_batches is not None, "checked at the start"
+        self._passes[id(sites)] = RecordedPass(
+            data_iterator,
+            self.num_micro_batches(training),
+            self._readers[id(sites)],
+            sites,
+            max_host_bytes=self._max_host_bytes,
+            num_positions=self.num_positions,
+        )
+        return self._passes[id(sites)]
 
     def _require_one_kind_of_rollout(self) -> None:
         for folder in self.folders:

@@ -9,6 +9,7 @@ A sample can be trained on once every sample of its group is committed and rewar
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import re
@@ -192,6 +193,16 @@ class RolloutFolder:
         return RewardedSample(
             self.hints.sample(name), self._rewards[name].reward, self._advantages[name]
         )
+
+    def advantage(self, index: int) -> float:
+        """Gives a sample's advantage without reading its file."""
+        return self._advantages[self._sample_ids[index]]
+
+    def with_own_reader(self) -> RolloutFolder:
+        """Gives the same samples, to be read by another thread."""
+        other = copy.copy(self)
+        other.hints = HintFiles(self.folder)
+        return other
 
 
 def _read_rewards(folder: Path) -> dict[str, Reward]:

@@ -186,10 +186,9 @@ def files(rollout, build, tmp_path):
     with HintFilesWriter(tmp_path) as writer:
         for sample in rolled.samples:
             for kind in RecordKind:
-                for place in rolled.store.places(sample.sample_id, kind):
-                    key = HintKey(
-                        sample.sample_id, *place, sample.policy_version, sample.settings_digest
-                    )
+                for layer, site in rolled.store.places(sample.sample_id, kind):
+                    version, digest = sample.policy_version, sample.settings_digest
+                    key = HintKey(sample.sample_id, layer, site, version, digest)
                     writer.put(rolled.store.get(key, num_rows=sample.num_rows, kind=kind), kind)
         writer.commit(rolled.samples)
     _, sites = build("trace", settings=rolled.settings)
