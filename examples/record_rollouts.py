@@ -33,6 +33,7 @@ from megatron.training.checkpointing import get_checkpoint_tracker_filename as t
 from megatron_trace import compat
 from megatron_trace.arguments import add_trace_arguments, trace_config_from_args
 from megatron_trace.hints.files_writer import HintFilesWriter
+from megatron_trace.hints.settings_file import SETTINGS_FILE, load_settings
 from megatron_trace.models.hybrid import HybridModules, build_hybrid_model
 from megatron_trace.rl.rewards import score_samples
 from megatron_trace.rl.rollout_folder import Reward, commit_rollouts
@@ -71,6 +72,12 @@ def main() -> None:
         raise SystemExit("give either --load CHECKPOINT, or --rollout-warm-start N and --save")
     trace = trace_config_from_args(args)
     items = load_tasks(args.rollout_tasks)
+    if not 1 <= args.rollout_prompts <= len(items) or args.rollout_samples < 2:
+        raise SystemExit(
+            f"--rollout-prompts must be 1 to {len(items)}, the prompts of {args.rollout_tasks}, and "
+            f"--rollout-samples at least 2, as an advantage is relative to the others; got "
+            f"{args.rollout_prompts} and {args.rollout_samples}"
+        )
     tokenizer = CharTokenizer.of_tasks(items)
     if tokenizer.vocab_size > args.padded_vocab_size:
         raise SystemExit(
@@ -92,7 +99,10 @@ def main() -> None:
         rotary_base=args.rotary_base,
     )
     engine.load_weights(weights)
-    if trace.method != "bf16":
+    if (args.rollout_output / SETTINGS_FILE).is_file() and trace.method != "bf16":
+        # Later policy versions keep the scales of the folder's first one.
+        engine.use_settings(load_settings(args.rollout_output))
+    elif trace.method != "bf16":
         engine.calibrate(
             calibration_batches(items, tokenizer, num_samples=args.rollout_calibration_samples)
         )

@@ -122,9 +122,37 @@ def trace_model_config_from_args(
     Raises:
         ValueError: A flag of Megatron contradicts TRACE; the message names it.
     """
+    require_vocabulary_of_one_rank(args)
     config = hybrid_config_from_args(args, model_config_cls=TraceModelConfig)
     config.trace, config.attention, config.quantizer_settings = trace, attention, settings
     return config
+
+
+def require_vocabulary_of_one_rank(args: Namespace) -> None:
+    """Checks that tensor parallelism does not add padding to the vocabulary.
+
+    The rollout's softmax has no such tokens, and a checkpoint of one rank no weights for them:
+    Megatron would leave those as they are, and every log-probability would differ.
+
+    Args:
+        args: What Megatron's `parse_and_validate_args` returned.
+
+    Raises:
+        ValueError: It does.
+    """
+    if args.vocab_size is None:
+        return
+    divisor = args.make_vocab_size_divisible_by
+    sizes = [
+        calculate_padded_vocab_size(args.vocab_size, divisor, ranks, logging_enabled=False)
+        for ranks in (1, args.tensor_model_parallel_size)
+    ]
+    if sizes[0] != sizes[1]:
+        raise ValueError(
+            f"--tensor-model-parallel-size {args.tensor_model_parallel_size} pads the vocabulary "
+            f"to {sizes[1]} tokens, one rank, like the rollout's, to {sizes[0]}; set --vocab-size "
+            f"{sizes[0]} and a --make-vocab-size-divisible-by that, times the ranks, divides it"
+        )
 
 
 def _require_supported(config: TraceModelConfig) -> None:

@@ -107,7 +107,7 @@ from megatron_trace.testing import cpu_runtime
 cpu_runtime.install()
 from megatron.training.arguments import parse_and_validate_args
 from megatron_trace.arguments import (
-    add_recorded_arguments, require_agreement, trace_config_from_args
+    add_recorded_arguments, recorded_config_from_args, require_agreement, trace_config_from_args
 )
 from megatron_trace.testing.single_process import single_process
 from megatron_trace.testing.te_on_cpu import te_on_cpu
@@ -115,7 +115,7 @@ from megatron_trace.training.megatron_model import trace_model_config_from_args
 with single_process(seed=0), te_on_cpu():
     args = parse_and_validate_args(add_recorded_arguments)
     trace = trace_config_from_args(args)
-    require_agreement(args, trace)
+    require_agreement(args, trace, recorded_config_from_args(args))
     config = trace_model_config_from_args(args, trace, "sdpa", None)
     builder = config.get_builder_cls()(config)
     model = builder.build_model(None, pre_process=True, post_process=True)
