@@ -212,8 +212,10 @@ def local_experts(num_experts: int, ep_size: int, ep_rank: int) -> range:
     """
     _require_rank("expert-parallel", ep_size, ep_rank)
     if num_experts % ep_size:
+        possible = [size for size in range(1, num_experts + 1) if num_experts % size == 0]
         raise ValueError(
-            f"{num_experts} experts cannot be split over {ep_size} expert-parallel ranks"
+            f"expert_model_parallel_size={ep_size} cannot split {num_experts} experts evenly; "
+            f"choose one of {possible}"
         )
     size = num_experts // ep_size
     return range(ep_rank * size, (ep_rank + 1) * size)

@@ -88,8 +88,8 @@ def paged_attention(
         mask = torch.arange(longest, device=query.device) <= last_seen[..., None]
         attended = F.scaled_dot_product_attention(
             query[rows].transpose(1, 2),
-            keys.read(block_table[group], longest).transpose(1, 2),
-            values.read(block_table[group], longest).transpose(1, 2),
+            keys.read(block_table[group], group_lengths, longest).transpose(1, 2),
+            values.read(block_table[group], group_lengths, longest).transpose(1, 2),
             attn_mask=mask[:, None],
             scale=scale,
             enable_gqa=True,

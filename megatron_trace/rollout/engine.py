@@ -175,7 +175,7 @@ class RolloutEngine:
                 mask = causal_mask(tokens.shape[1]).to(tokens.device)
                 model(tokens, positions.expand_as(tokens), mask)
 
-        self._settings = None
+        # Only a calibration that succeeds replaces the settings.
         collect_amax(self.model, self.layers, forward_loop)
         scales, self.experts_without_calibration = calibrated_scales(
             self.layers, self._formats, power_of_two=self.trace.power_of_two_scales
@@ -405,17 +405,14 @@ class RolloutEngine:
             )
 
     def _require_quantisers_ran(self) -> None:
-        """Checks that every site of ours was quantised, and nothing else."""
+        """Checks that every place of ours was quantised, and nothing else."""
         if not self.quantised:
             return
         require_only_ours(self.model)
-        idle = [
-            site
-            for site in sorted({site for _, site in self._places()})
-            if not self.sites.calls[site]
-        ]
+        idle = [place for place in self._places() if not self.sites.calls[place]]
         if idle:
+            named = ", ".join(f"layer {layer} site {site}" for layer, site in idle[:5])
             raise RuntimeError(
-                f"the rollout called no quantiser at the sites {', '.join(idle)}; calls: "
-                f"{dict(self.sites.calls)}"
+                f"the rollout called no quantiser at {len(idle)} of {len(self._places())} places: "
+                f"{named}; what computes there bypasses the layer's quantiser"
             )

@@ -37,16 +37,23 @@ class Pages:
     number_format: NumberFormat | None = None
     global_scale: torch.Tensor | None = None
 
-    def read(self, block_table: torch.Tensor, num_tokens: int) -> torch.Tensor:
-        """Gives the first tokens of each request, [R, M, G, D].
+    def read(
+        self, block_table: torch.Tensor, lengths: torch.Tensor, num_tokens: int
+    ) -> torch.Tensor:
+        """Gives the first tokens of each request, [R, M, G, D], and 0 beyond its length.
+
+        Pages keep what earlier requests left in them, perhaps NaN, and NaN times 0 is NaN.
 
         Args:
             block_table: integer [R, >= pages of M tokens]; page ids, -1 where there is none.
+            lengths: integer [R], tokens of each request.
             num_tokens: M.
         """
         num_pages = -(-num_tokens // self.stored.shape[1])
         pages = block_table[:, :num_pages].long().clamp(min=0)
         values = self.stored[pages].flatten(1, 2)[:, :num_tokens]
+        beyond = torch.arange(num_tokens, device=values.device) >= lengths[:, None]
+        values = values.masked_fill(beyond[..., None, None], 0)
         if self.number_format is None:
             return values
         return unpack_values(values, self.number_format, self.global_scale)
@@ -175,11 +182,6 @@ class PlainKVContext(DynamicInferenceContext):
         keys, values, block_table = super().key_value_cache(layer_number)
         assert values is not None, "only the cache of latent attention has no values"
         return Pages(keys), Pages(values), block_table
-
-    def _allocate_memory_buffer(self) -> None:
-        super()._allocate_memory_buffer()
-        # Masked positions are read too, and NaN times probability 0 is NaN.
-        self.memory_buffer.zero_()
 
 
 class PackedKVContext(PlainKVContext):

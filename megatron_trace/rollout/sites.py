@@ -27,13 +27,13 @@ class RolloutSites:
         recorder: Gets what the quantisers give at the recorded places.
 
     Attributes:
-        calls: Calls of the quantiser of each site since the last `reset_calls`.
+        calls: Calls of the quantisers by (decoder layer, site) since the last rollout began.
     """
 
     def __init__(self, trace: TraceConfig, recorder: Recorder) -> None:
         self.trace = trace
         self.recorder = recorder
-        self.calls: Counter[Site] = Counter()
+        self.calls: Counter[tuple[int, Site]] = Counter()
         self._scales: dict[tuple[int, Site], torch.Tensor] = {}
 
     def use(self, settings: QuantizerSettings) -> None:
@@ -66,7 +66,7 @@ class RolloutSites:
             packed_codes: uint8 [N, K * bits of a code / 8].
             scale_bytes: uint8 [N, B].
         """
-        self.calls[site] += 1
+        self.calls[layer, site] += 1
         self.check_finite(layer, site, x)
         number_format = self.format_of(site)
         y, packed_codes, scale_bytes = ops.rtn_record(
@@ -103,7 +103,7 @@ class RolloutSites:
         Returns:
             BF16 [N, K], fake-quantised.
         """
-        self.calls[site] += 1
+        self.calls[layer, site] += 1
         self.check_finite(layer, site, x, row_of)
         scale, number_format = self.scale(layer, site), self.format_of(site)
         implementation = self.trace.implementation

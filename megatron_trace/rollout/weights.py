@@ -75,7 +75,13 @@ def quantise_experts(
 
     Returns:
         Digest over packed codes, scale bytes and global scales.
+
+    Raises:
+        ValueError: A weight is NaN or Inf, also of an expert that no token reaches; none was
+            quantised then.
     """
+    layers = list(layers)
+    _require_finite_experts(layers)
     digests = []
     for layer in layers:
         for expert, matrix, linear in named_expert_linears(layer):
@@ -95,6 +101,22 @@ def quantise_experts(
             assert quantiser.record is not None, "ModelOpt did not call the weight quantiser"
             digests.append(matrix_digest(layer.index, expert, matrix, *quantiser.record))
     return combine_digests(digests)
+
+
+def _require_finite_experts(layers: Iterable[DecoderLayer]) -> None:
+    named = [
+        (f"layer {layer.index}, expert {expert}, {matrix}", cast("torch.Tensor", linear.weight))
+        for layer in layers
+        for expert, matrix, linear in named_expert_linears(layer)
+    ]
+    # The device is asked once for all.
+    finite = torch.stack([weight.abs().amax() for _, weight in named]).isfinite().tolist()
+    bad = [name for (name, _), is_finite in zip(named, finite, strict=True) if not is_finite]
+    if bad:
+        raise ValueError(
+            f"{len(bad)} of {len(named)} pushed expert matrices hold NaN or Inf: "
+            f"{'; '.join(bad[:5])}; check the trainer's weights, or push the last good ones"
+        )
 
 
 class _WeightQuantiser:

@@ -22,6 +22,7 @@ from megatron.core.distributed import (
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
+from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -38,6 +39,7 @@ from megatron_trace.training.over_ranks import agreed, summed_report
 from megatron_trace.training.pipeline import trainer_forward_step
 from megatron_trace.training.report import TraceReport
 from megatron_trace.training.shape import ModelShape, Place
+from megatron_trace.training.sites import TraceSites
 from megatron_trace.training.weights import expert_weight_digest
 
 
@@ -175,16 +177,7 @@ def train_step(task: Task, *, alone: bool = False) -> Outcome:
         pattern=task.pattern.replace("|", "") if alone else task.pattern,
         **task.trace,
     )
-    decoder: Any = model.decoder
-    numbers = [layer.layer_number - 1 for layer in decoder.layers]
-    names = {
-        name: _global_name(local_name(name), sites.shape, numbers)
-        for name, _ in model.named_parameters()
-    }
-    slices = {
-        names[name]: slice_of(local_name(name), parameter, sites.shape.layout)
-        for name, parameter in model.named_parameters()
-    }
+    names, slices = parts_of_whole(model, sites)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(slices[names[name]].of(task.weights[names[name]]))
@@ -282,6 +275,28 @@ def _world() -> dist.ProcessGroup:
 
 def _grad(parameter: Any) -> torch.Tensor:
     return parameter.main_grad
+
+
+def parts_of_whole(
+    model: HybridModel, sites: TraceSites
+) -> tuple[dict[str, str], dict[str, Slice]]:
+    """Gives which parameters of the whole model a rank has.
+
+    Returns:
+        names: Name in the whole model, as on one rank, by name in this rank's.
+        slices: Which part of it, by name in the whole model.
+    """
+    decoder: Any = model.decoder
+    numbers = [layer.layer_number - 1 for layer in decoder.layers]
+    names = {
+        name: _global_name(local_name(name), sites.shape, numbers)
+        for name, _ in model.named_parameters()
+    }
+    slices = {
+        names[name]: slice_of(local_name(name), parameter, sites.shape.layout)
+        for name, parameter in model.named_parameters()
+    }
+    return names, slices
 
 
 def _global_name(name: str, shape: ModelShape, layers: Sequence[int]) -> str:

@@ -18,7 +18,7 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 
 from megatron_trace.config import TraceConfig
 from megatron_trace.formats import FORMAT_SETS
-from megatron_trace.hints.sharding import expert_columns, kv_heads
+from megatron_trace.hints.sharding import expert_columns, kv_heads, local_experts
 from megatron_trace.models.attention import SDPACoreAttention
 from megatron_trace.models.gpt import build_gpt_model
 from megatron_trace.models.hybrid import (
@@ -358,6 +358,8 @@ def _require_layout(
             f"context_parallel_size={cp_size} contradicts attention=megatron: Megatron's "
             "DotProductAttention refuses it; choose attention=sdpa"
         )
+    if config.num_moe_experts:
+        local_experts(config.num_moe_experts, config.expert_model_parallel_size, 0)
     if trace.method == "bf16":
         return
     assert config.num_query_groups is not None, "TransformerConfig fills it in"

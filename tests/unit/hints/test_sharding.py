@@ -208,7 +208,7 @@ def test_every_slot_goes_to_exactly_one_rank_in_the_order_of_its_experts(ep_size
 
 
 def test_experts_that_cannot_be_split_are_refused():
-    with pytest.raises(ValueError, match="6 experts cannot be split over 4"):
+    with pytest.raises(ValueError, match="parallel_size=4 cannot split 6 experts"):
         local_experts(6, 4, 0)
 
 

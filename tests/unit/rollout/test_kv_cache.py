@@ -68,5 +68,5 @@ def test_packed_kv_takes_4_5_bits_per_value():
 def test_pages_are_read_by_table_and_cut_to_length():
     stored = torch.arange(6 * 4).view(6, 4, 1, 1).float()  # page p, token t: 4 p + t
     table = torch.tensor([[5, 0, -1], [2, 3, -1]])
-    read = Pages(stored).read(table, 6)[..., 0, 0]
-    assert read.tolist() == [[20, 21, 22, 23, 0, 1], [8, 9, 10, 11, 12, 13]]
+    read = Pages(stored).read(table, torch.tensor([6, 5]), 6)[..., 0, 0]
+    assert read.tolist() == [[20, 21, 22, 23, 0, 1], [8, 9, 10, 11, 12, 0]]

@@ -160,8 +160,8 @@ def test_a_nan_inside_an_expert_names_the_sample_and_leaves_no_quantiser_behind(
     trace_engine.push_weights(weights, 0)
     (sample,), _ = expected = roll_out(trace_engine, [PROMPTS[0]])
     expert = int(sample.routing[2, 0, 0])
-    name = f"decoder.layers.1.mlp.experts.local_experts.{expert}.linear_fc1.weight"
-    trace_engine.push_weights(_poisoned(weights, name, slice(None)), 1)
+    linear_fc1 = trace_engine.layers[0].moe.experts.local_experts[expert].linear_fc1
+    linear_fc1.weight.data.fill_(float("nan"))
     users = {int(row) for row in (sample.routing[:3, 0] == expert).any(-1).nonzero()}
     with pytest.raises(
         RuntimeError, match=rf"layer 0, site fc2, sample s0, position {min(users)} "
@@ -199,7 +199,8 @@ def test_a_quantiser_that_did_not_run_is_an_error(weights):
     engine = tiny_engine(weights, "qat")
     for layer in engine.layers:
         layer.moe.dispatch_input_quantizer.disable()
-    with pytest.raises(RuntimeError, match=r"called no quantiser at the sites fc1; calls: "):
+    named = "at 2 of 8 places: layer 0 site fc1, layer 1 site fc1;"
+    with pytest.raises(RuntimeError, match=f"called no quantiser {named}"):
         roll_out(engine, [[1, 2]])
 
 
