@@ -62,7 +62,10 @@ def test_a_part_holds_the_rows_and_columns_of_the_whole(num_bits, scale_form, pa
         assert num_read == got.num_bytes
     else:
         assert torch.equal(decode_residues(got), selected(decode_residues(hint), part, 1))
-        assert got.num_bytes <= num_read <= got.num_bytes + 6 * got.num_rows
+        columns = range(BLOCKS * 16) if part.columns is None else part.columns
+        groups = {block // 8 for block in range(columns.start // 16, columns.stop // 16)}
+        read = min(3 * len(groups), hint.scale_bytes.shape[1] - 3 * min(groups))
+        assert num_read == got.payload.numel() + read * got.num_rows
 
 
 @pytest.mark.parametrize(
@@ -72,6 +75,11 @@ def test_a_part_holds_the_rows_and_columns_of_the_whole(num_bits, scale_form, pa
         (HintPart((range(9),), range(8, 24)), "not whole blocks of 16 of 176"),
         (HintPart((range(9),), range(160, 192)), "not whole blocks"),
         (HintPart((range(9),), range(16, 16)), "not whole blocks"),
+        (HintPart((range(9),), range(8, 32)), "not whole blocks"),
+        (HintPart((range(9),), range(16, 40)), "not whole blocks"),
+        (HintPart((range(9),), range(0, 64, 16)), "not whole blocks"),
+        (HintPart((range(0, 9, 2),)), "no rows range"),
+        (HintPart((range(9),), num_values=160), "values of a row 176, expected 160"),
     ],
 )
 def test_a_part_that_does_not_exist_is_refused(part, message):
