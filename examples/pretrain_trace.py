@@ -91,6 +91,7 @@ def main() -> None:
         )
     training.assert_ran()
     print_rank_0(f"TRACE ran: method {trace.method}, {len(training.folders[0])} samples")
+    print_rank_0(training.summary())
 
 
 if __name__ == "__main__":

@@ -9,7 +9,10 @@ Legend: B samples of a micro-batch, S positions.
 
 from __future__ import annotations
 
+import logging
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -18,16 +21,19 @@ import torch.distributed as dist
 from torch.utils.data import Dataset
 
 from megatron_trace.config import RecordedConfig, TraceConfig
+from megatron_trace.hints.types import Site
 from megatron_trace.rl.losses import GrpoSettings, grpo_loss
 from megatron_trace.rl.recorded_pass import Indices, RecordedPass, part_of
 from megatron_trace.rl.rollout_folder import RolloutFolder
 from megatron_trace.training.megatron_model import trace_sites
 from megatron_trace.training.micro_batch import MicroBatch
 from megatron_trace.training.model import forward_micro_batch, logprobs_of_logits
-from megatron_trace.training.over_ranks import agreed
+from megatron_trace.training.over_ranks import agreed, summed_report
 from megatron_trace.training.prefetch import read_micro_batch
+from megatron_trace.training.report import SiteReport, TraceReport
 from megatron_trace.training.sites import TraceSites
 
+_logger = logging.getLogger(__name__)
 Report = dict[str, torch.Tensor]
 LossFunction = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, Report]]
 
@@ -105,8 +111,9 @@ class RecordedTraining:
         self.settings = self.folders[0].settings
         self._loss = GrpoSettings(recorded.clip_low, recorded.clip_high, recorded.importance_cap)
         self._require_one_kind_of_rollout()
-        # Sites of the stages that ran since the last check.
+        # Sites of the stages that ran since the last check, and what all did before it.
         self._running: dict[int, TraceSites] = {}
+        self._counts: dict[Site, Counter[str]] = {}
         # Of each stage on this rank, by the identity of its sites.
         self._readers: dict[int, list[RolloutFolder]] = {}
         self._passes: dict[int, RecordedPass] = {}
@@ -127,6 +134,21 @@ class RecordedTraining:
             raise ValueError(
                 "--eval-iters needs --trace-valid-hint-dir; give it, or set --eval-iters 0"
             )
+        for number, folder in zip((train, valid), self.folders, strict=False):
+            if folder.unsettled:
+                _logger.warning(
+                    "%s: %d samples are left out, as they or others of their group have no reward",
+                    folder.folder,
+                    len(folder.unsettled),
+                )
+            if number > len(folder):
+                _logger.warning(
+                    "%s has %d samples, and %d are taken: each up to %d times",
+                    folder.folder,
+                    len(folder),
+                    number,
+                    -(-number // len(folder)),
+                )
         parts = [
             SampleIndices(part, number, len(folder))
             for part, (number, folder) in enumerate(zip((train, valid), self.folders, strict=False))
@@ -161,7 +183,9 @@ class RecordedTraining:
             indices = next(data_iterator)
             build = partial(self._read, indices, sites)
         if self.num_positions is None and dist.get_world_size() > 1:
-            micro_batch = agreed(build, dist.group.WORLD)
+            world = dist.group.WORLD
+            assert world is not None, "there are several ranks"
+            micro_batch = agreed(build, world)
         else:  # Stages of a pipeline come by at different times: the launcher ends them all.
             micro_batch = build()
         folder = self.folders[part_of(indices)]
@@ -227,8 +251,25 @@ class RecordedTraining:
             raise RuntimeError("no micro-batch was forwarded: nothing was trained")
         for sites in self._running.values():
             sites.assert_ran()
+            for site, counts in sites.report().sites.items():
+                self._counts.setdefault(site, Counter()).update(asdict(counts))
             sites.reset_report()
         self._running.clear()
+
+    def summary(self) -> str:
+        """Says how many rows were rounded how since the start, up to the last check; a collective.
+
+        Training and evaluation, over all ranks: every rank calls it at the end.
+        """
+        group = dist.group.WORLD
+        assert group is not None, "training has initialised torch.distributed"
+        own = TraceReport({site: SiteReport(**counts) for site, counts in self._counts.items()})
+        lines = []
+        for site, counts in summed_report(own, group).sites.items():
+            others = ("rejected", "missing", "rerouted", "not_recorded")
+            told = ", ".join(f"{getattr(counts, name)} {name}" for name in others)
+            lines.append(f"  {site}: {counts.coverage:.1%} of the rows guided; {told}")
+        return "\n".join(lines)
 
     def close(self) -> None:
         """Ends the threads that read ahead."""

@@ -1,0 +1,153 @@
+"""The loss on recorded rollouts: which tokens it takes, its parts by rank; what a run is told."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+
+import pytest
+import torch
+
+from megatron_trace.config import RecordedConfig, TraceConfig
+from megatron_trace.hints import HintFilesWriter, HintKey, Site
+from megatron_trace.rl import recorded
+from megatron_trace.rl.recorded import RecordedTraining
+from megatron_trace.rl.rollout_folder import Reward, commit_rollouts
+from megatron_trace.testing.single_process import single_process
+from megatron_trace.testing.tiny_trainer import VOCAB_SIZE, recorded_rollout, tiny_trainer
+from megatron_trace.training.micro_batch import RankRows, make_micro_batch
+
+# (prompt, response) tokens; one response is empty.
+LENGTHS = ((5, 3), (3, 0), (7, 4), (2, 6))
+ADVANTAGES = torch.tensor([0.5, 2.0, -1.0, 0.25])
+
+
+@pytest.fixture(scope="module")
+def rolled():
+    with single_process(seed=0):
+        yield recorded_rollout(LENGTHS)
+
+
+@pytest.fixture
+def folder(rolled, tmp_path):
+    """A folder of the samples in a group, of which one more in another group is not complete."""
+    with HintFilesWriter(tmp_path) as files:
+        for sample in rolled.samples:
+            for layer, site in rolled.store.places(sample.sample_id):
+                version, digest = sample.policy_version, sample.settings_digest
+                key = HintKey(sample.sample_id, layer, site, version, digest)
+                files.put(rolled.store.get(key, num_rows=sample.num_rows))
+        lone = dataclasses.replace(rolled.samples[0], sample_id="lone")
+        rewards = [Reward(s.sample_id, "g", 4, float(n)) for n, s in enumerate(rolled.samples)]
+        commit_rollouts(
+            files, [*rolled.samples, lone], [*rewards, Reward("lone", "h", 2, 0.0)], rolled.settings
+        )
+    return tmp_path
+
+
+@pytest.fixture
+def training(folder):
+    return RecordedTraining(
+        TraceConfig(hint_layers="all"), RecordedConfig(hint_dir=str(folder), importance_cap=1.5)
+    )
+
+
+@pytest.fixture
+def micro_batch(rolled):
+    _, sites = tiny_trainer(settings=rolled.settings)
+    return make_micro_batch(rolled.samples, rolled.store, sites)
+
+
+def reference(rolled, logits):
+    """Gives loss and report of logits [B, S, V], token by token."""
+    loss, gap, weights, num_tokens = 0.0, 0.0, 0.0, 0
+    for row, sample in enumerate(rolled.samples):
+        for n, token in enumerate(sample.response_tokens):
+            position = len(sample.prompt_tokens) - 1 + n
+            own = float(logits[row, position].log_softmax(-1)[token])
+            rollout = float(sample.logprobs[n])
+            weight = min(torch.tensor(own - rollout).exp().item(), 1.5)
+            loss -= weight * float(ADVANTAGES[row])
+            gap, weights, num_tokens = gap + abs(own - rollout), weights + weight, num_tokens + 1
+    return loss, gap, weights, num_tokens
+
+
+def test_the_loss_sums_over_response_tokens_and_only_these(rolled, training, micro_batch):
+    generator = torch.Generator().manual_seed(1)
+    shape = (*micro_batch.targets.shape, VOCAB_SIZE)
+    logits = torch.randn(shape, generator=generator).requires_grad_()
+    expected_loss, gap, weights, num_tokens = reference(rolled, logits.detach())
+    loss, counted, report = training.loss(micro_batch, ADVANTAGES, logits)
+    assert (int(counted), counted.dtype) == (num_tokens, torch.int32) == (13, torch.int32)
+    assert loss.item() == pytest.approx(expected_loss, rel=1e-5)
+    told = {name: values.tolist() for name, values in report.items()}
+    assert told["policy loss"] == pytest.approx([expected_loss, 13], rel=1e-5)
+    assert told["log-prob gap"] == pytest.approx([gap, 13], rel=1e-5)
+    assert told["importance weight"] == pytest.approx([weights, 13], rel=1e-5)
+    loss.backward()
+    assert logits.grad is not None
+    reached = logits.grad.abs().sum(-1) > 0
+    assert torch.equal(reached, micro_batch.loss_mask)
+
+
+def test_the_losses_of_context_parallel_parts_add_up(training, micro_batch, monkeypatch):
+    """Each rank has the log-probs of whole samples, and counts its own positions."""
+    monkeypatch.setattr(recorded, "logprobs_of_logits", lambda given, *_, **__: given)
+    generator = torch.Generator().manual_seed(2)
+    logprobs = -torch.rand(micro_batch.loss_mask.shape, generator=generator)
+    whole, num_tokens, report = training.loss(micro_batch, ADVANTAGES, logprobs)
+    positions = torch.arange(micro_batch.num_positions)
+    parts = []
+    for own in (positions % 4 < 1, positions % 4 >= 1):
+        rows = RankRows(positions[own], micro_batch.valid[own].flatten())
+        part = dataclasses.replace(micro_batch, attention_rows=rows)
+        parts.append(training.loss(part, ADVANTAGES, logprobs))
+    assert sum(int(part[1]) for part in parts) == int(num_tokens)
+    assert sum(part[0].item() for part in parts) == pytest.approx(whole.item(), rel=1e-5)
+    for name, values in report.items():
+        total = parts[0][2][name] + parts[1][2][name]
+        assert total.tolist() == pytest.approx(values.tolist(), rel=1e-5), name
+
+
+def test_a_micro_batch_without_response_has_a_loss_of_zero(rolled, training):
+    _, sites = tiny_trainer(settings=rolled.settings)
+    micro_batch = make_micro_batch(rolled.samples[1:2], rolled.store, sites)
+    logits = torch.randn(*micro_batch.targets.shape, VOCAB_SIZE).requires_grad_()
+    loss, num_tokens, report = training.loss(micro_batch, ADVANTAGES[1:2], logits)
+    loss.backward()
+    assert (loss.item(), int(num_tokens)) == (0.0, 0)
+    assert logits.grad is not None
+    assert not logits.grad.any()
+    assert all(values.tolist() == [0.0, 0.0] for values in report.values())
+
+
+def test_repeated_samples_and_those_left_out_are_told(training, caplog):
+    with caplog.at_level(logging.WARNING):
+        training.datasets((4, 0, 0))
+        assert [record.message.split(": ")[1] for record in caplog.records] == [
+            "1 samples are left out, as they or others of their group have no reward"
+        ]
+        caplog.clear()
+        train, *_ = training.datasets((10, 0, 0))
+    assert "has 4 samples, and 10 are taken: each up to 3 times" in caplog.text
+    assert [train[n]["sample"] for n in range(10)] == [0, 1, 2, 3, 0, 1, 2, 3, 0, 1]
+
+
+def test_a_run_ends_with_how_its_rows_were_rounded(rolled, training):
+    model, sites = tiny_trainer(settings=rolled.settings)
+    object.__setattr__(model, "trace_sites", sites)
+    indices = {"part": torch.zeros(2, dtype=torch.int64), "sample": torch.tensor([0, 2])}
+    expected = {}
+    for _ in range(2):
+        training.forward_step(iter([indices]), model)
+        for site, counts in sites.report().sites.items():
+            told = expected.setdefault(site, [0, 0])
+            told[0] += counts.rejected
+            told[1] += counts.not_recorded
+        training.assert_ran()
+    lines = training.summary().splitlines()
+    assert [line.split(":")[0].strip() for line in lines] == ["fc1", "fc2", "k", "v"]
+    for line, (rejected, plain) in zip(lines, expected.values(), strict=True):
+        assert line.endswith(f"; {rejected} rejected, 0 missing, 0 rerouted, {plain} not_recorded")
+    assert expected[Site.FC2][1] > 0
+    assert lines[1].startswith("  fc2: 0.0% of the rows guided; 0 rejected")
