@@ -146,7 +146,8 @@ class StudySites(TraceSites):
         hint, scale = rounding.hint, rounding.global_scale
         if hint is None or self.cell.scales in ("rollout", "accumulator"):
             return hint
-        assert scale is not None, "the cells with other scales are of NVFP4"
+        assert rounding.number_format.name == "nvfp4", "the cells with other scales are of NVFP4"
+        assert scale is not None, "NVFP4 has one"
         if self.cell.scales == "own":
             return dataclasses.replace(hint, scale_bytes=own_scale_bytes(values, scale))
         effective = scales_e4m3.effective(hint.scale_bytes, as_row_scales(scale, values))
