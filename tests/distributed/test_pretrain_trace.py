@@ -149,3 +149,16 @@ def test_a_checkpoint_of_two_expert_parallel_ranks_loads_into_one(folder, traine
     expected = iterations(trained)[3]
     assert one[3]["log-prob gap"] == pytest.approx(expected["log-prob gap"], rel=1e-4)
     assert one[3]["importance weight"] == pytest.approx(expected["importance weight"], rel=1e-5)
+
+
+def test_reading_ahead_changes_nothing_that_megatron_logs(folder):
+    """Four micro-batches a pass, evaluation in between."""
+    flags = training("start", "", "1", fresh=True, more="--micro-batch-size 2 --train-iters 2")
+    flags += " --eval-iters 1 --eval-interval 1 --trace-valid-hint-dir rollouts"
+    plain, ahead = (
+        run("pretrain_trace.py", f"{flags} {more}", folder)
+        for more in ("", "--trace-prefetch --trace-hint-memory-mb 1")
+    )
+    assert iterations(plain) == iterations(ahead)
+    losses = [re.findall(r"validation loss.*?policy loss.*", text) for text in (plain, ahead)]
+    assert losses[0] == losses[1] != []

@@ -90,7 +90,7 @@ def losses(training, model, passes=2):
             found.append(loss(logits)[0])
         taken.append(batches.num_taken)
     model.zero_grad()
-    sum(found).backward()
+    torch.stack(found).sum().backward()
     return torch.stack(found), [p.grad for p in model.parameters()], taken
 
 
