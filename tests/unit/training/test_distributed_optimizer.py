@@ -5,6 +5,7 @@ import torch
 from megatron.core import dist_checkpointing
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megatron_trace import compat
 from megatron_trace.models.hybrid import HybridModules, build_hybrid_model
@@ -19,25 +20,24 @@ def resumable():
         yield
 
 
-def build():
+def build(dtype):
     torch.manual_seed(0)
+    bf16 = dtype is torch.bfloat16
     model = build_hybrid_model(
-        tiny_moe_config(
-            PATTERN, params_dtype=torch.bfloat16, bf16=True, pipeline_dtype=torch.bfloat16
-        ),
+        tiny_moe_config(PATTERN, params_dtype=dtype, bf16=bf16, pipeline_dtype=dtype),
         pattern=PATTERN,
         vocab_size=32,
         max_sequence_length=16,
         modules=HybridModules(),
-    ).bfloat16()
+    ).to(dtype)
     ddp = DistributedDataParallel(
         model.config, DistributedDataParallelConfig(use_distributed_optimizer=True), model
     )
     config = OptimizerConfig(
         optimizer="adam",
         lr=1e-3,
-        bf16=True,
-        params_dtype=torch.bfloat16,
+        bf16=bf16,
+        params_dtype=dtype,
         use_distributed_optimizer=True,
     )
     return model, ddp, get_megatron_optimizer(config, [ddp])
@@ -63,13 +63,15 @@ def masters_and_moments(optimizer):
     return found
 
 
+REPLACED = ("state_dict", "load_state_dict", "_set_main_param_and_optimizer_states")
 STATES = ("step", "exp_avg", "exp_avg_sq")
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("sharding", ["dp_reshardable", "fully_reshardable"])
-def test_a_fresh_optimizer_continues_bit_equal(sharding, tmp_path):
+def test_a_fresh_optimizer_continues_bit_equal(sharding, dtype, tmp_path):
     metadata = {"distrib_optim_sharding_type": sharding}
-    model, ddp, optimizer = build()
+    model, ddp, optimizer = build(dtype)
     step(ddp, optimizer, 1)
     step(ddp, optimizer, 2)
     sharded = model.sharded_state_dict()
@@ -80,7 +82,7 @@ def test_a_fresh_optimizer_continues_bit_equal(sharding, tmp_path):
     with compat.checkpoint_writes_in_process():
         dist_checkpointing.save(state, str(tmp_path))
 
-    model2, ddp2, optimizer2 = build()
+    model2, ddp2, optimizer2 = build(dtype)
     sharded = model2.sharded_state_dict()
     state = {
         "model": sharded,
@@ -97,3 +99,18 @@ def test_a_fresh_optimizer_continues_bit_equal(sharding, tmp_path):
         assert own[1] == 3, "three steps were made"
         for name, a, b in zip(("master", *STATES), own, resumed, strict=True):
             assert torch.equal(a, b), name
+
+
+def test_megatrons_methods_are_put_back_after_an_exception():
+    def methods():
+        return [getattr(DistributedOptimizer, name) for name in REPLACED]
+
+    def replace_and_fail():
+        with compat.distributed_optimizer_resumes_with_torch_adam():
+            assert all(new is not old for new, old in zip(methods(), before, strict=True))
+            raise KeyError
+
+    before = methods()
+    with pytest.raises(KeyError):
+        replace_and_fail()
+    assert methods() == before

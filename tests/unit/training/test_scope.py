@@ -208,6 +208,21 @@ def test_backward_from_hidden_states_is_refused_outside_of_the_scope(rolled):
             hidden[1].sum().backward()
 
 
+def test_a_backward_that_raised_lends_its_micro_batch_to_no_other(rolled):
+    """What it left in force must not become the micro-batch of a pass that nobody knows."""
+    model, sites, (first, second, *_) = _trainer(rolled, "trace", "full")
+    hidden = []
+    model.decoder.register_forward_hook(lambda m, i, output: hidden.append(output))
+    logprobs = _forward(model, sites, first)
+    hook = model.decoder.layers[0].self_attention.linear_qkv.weight.register_hook(_raise)
+    with pytest.raises(KeyError):
+        logprobs.sum().backward()
+    hook.remove()
+    _forward(model, sites, second)
+    with pytest.raises(RuntimeError, match=r"inside `with sites\.micro_batch|from the model's"):
+        hidden[1].sum().backward()
+
+
 def test_a_micro_batch_is_freed_with_its_pass(rolled):
     model, sites, (first, *_) = _trainer(rolled, "trace", "full")
     logprobs = _forward(model, sites, first)
