@@ -122,12 +122,15 @@ class Study:
         )
 
     def run(self, only: Sequence[str] = (), *, max_seconds: float = math.inf) -> StudyResult:
-        """Computes every missing cell.
+        """Computes every missing cell, and gives all that the work folder has.
 
         Args:
             only: Questions, or beginnings of names of cells up to a slash, in this order; all
                 cells if empty.
             max_seconds: Time after which no missing cell is begun.
+
+        Raises:
+            ValueError: No cell has such a name.
         """
         begun = time.perf_counter()
         found: dict[str, CellResult] = {}
@@ -140,6 +143,10 @@ class Study:
                 if f"{cell.name}/".startswith(f"{name}/")
             ]
             cells = list(dict.fromkeys(named))
+        unknown = [n for n in only if not any(f"{c.name}/".startswith(f"{n}/") for c in cells)]
+        if unknown:
+            known = ", ".join(sorted({cell.name.partition("/")[0] for cell in self.cells}))
+            raise ValueError(f"no cell is called {', '.join(unknown)}; the questions are {known}")
         for number, cell in enumerate(cells, start=1):
             result = self._results.read(cell)
             if result is None:
@@ -151,6 +158,11 @@ class Study:
                 result = self._results.write(cell, rows, seconds=seconds, facts=facts)
                 self._say(f"{number}/{len(cells)} {cell.name}: {seconds:.1f} s")
             found[cell.name] = result
+        for cell in self.cells:  # What earlier starts measured stays in the result.
+            result = None if cell.name in found else self._results.read(cell)
+            if result is not None:
+                found[cell.name] = result
+        found = {cell.name: found[cell.name] for cell in self.cells if cell.name in found}
         header = {
             **self.header,
             "identity": self.identity,

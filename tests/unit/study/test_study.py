@@ -47,6 +47,22 @@ def test_a_killed_study_goes_on_with_the_missing_cells(make_study, result, tmp_p
         assert resumed.cells[name].rows == cell.rows, f"{name} after the kill"
 
 
+def test_a_start_for_some_cells_keeps_the_others_in_the_result(make_study, tmp_path, monkeypatch):
+    monkeypatch.setattr(Study, "measure", lambda self, cell: ([{"cell": cell.name}], {}))
+    first = make_study(tmp_path).run(["method/qat", "floor"])
+    second = make_study(tmp_path).run(["method/bf16"])
+    new = set(second.cells) - set(first.cells)
+    assert set(first.cells) < set(second.cells)
+    assert all(name.startswith("method/bf16/") for name in new)
+    in_order = [cell.name for cell in make_study(tmp_path).cells if cell.name in second.cells]
+    assert list(second.cells) == in_order
+
+
+def test_a_name_of_no_cell_is_refused(make_study):
+    with pytest.raises(ValueError, match=r"no cell is called metho; the questions are .*method"):
+        make_study().run(["metho", "floor"])
+
+
 def test_guidance_closes_the_gap_of_qat(result):
     mean = {
         name: sum(abs(d) for row in cell.rows for d in row["deltas"])
