@@ -15,6 +15,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.transformer import TransformerConfig
 
 from megatron_trace.config import TraceConfig
+from megatron_trace.hints.files import HintFiles
 from megatron_trace.hints.files_writer import HintFilesWriter
 from megatron_trace.hints.store import HintStore
 from megatron_trace.hints.types import QuantizerSettings
@@ -137,6 +138,8 @@ class RlRun:
         engine: Rollout engine.
         store: Hints of the samples that are not trained on yet.
         progress: How far the run is.
+        reader: Reads the files of `store` in the thread that reads ahead; None without files.
+        max_hint_bytes: Most bytes of hints that it may hold; None for one micro-batch ahead.
     """
 
     settings: RunSettings
@@ -150,6 +153,8 @@ class RlRun:
     engine: RolloutEngine
     store: HintStore | HintFilesWriter = field(default_factory=HintStore)
     progress: Progress = field(default_factory=Progress)
+    reader: HintFiles | None = None
+    max_hint_bytes: int | None = None
 
     def named_weights(self) -> dict[str, torch.Tensor]:
         """Gives the trainer's parameters by the names that the engine has for them."""
@@ -184,6 +189,7 @@ def build_run(
     tokenizer: CharTokenizer,
     model_id: str = "",
     hint_folder: str | Path | None = None,
+    max_hint_bytes: int | None = None,
 ) -> RlRun:
     """Builds trainer and engine; `start` or `checkpoint.resume` gives them their weights.
 
@@ -196,11 +202,19 @@ def build_run(
         model_id: Name of the model in the quantiser settings.
         hint_folder: Folder that samples and hints are written to and read from; None keeps them in
             memory.
+        max_hint_bytes: Most bytes of hints that are read ahead from it, the micro-batch in use
+            included; None reads one micro-batch ahead.
 
     Raises:
         ValueError: A prompt does not fit the context, or sides, model and settings contradict each
-            other.
+            other; or a setting has no effect.
     """
+    if max_hint_bytes is not None and (hint_folder is None or settings.updates_per_rollout > 1):
+        raise ValueError(
+            f"max_hint_bytes={max_hint_bytes} has no effect without hint_folder, or with "
+            f"updates_per_rollout={settings.updates_per_rollout} (must be 1): all hints of a step "
+            "are in memory then; leave it out"
+        )
     prompts = encode_prompts(
         items,
         tokenizer,
@@ -230,7 +244,10 @@ def build_run(
     )
     ddp, optimizer = build_optimizer(model, settings.optimizer)
     store = HintStore() if hint_folder is None else HintFilesWriter(hint_folder)
-    return RlRun(settings, tokenizer, items, prompts, model, ddp, optimizer, sites, engine, store)
+    run = RlRun(settings, tokenizer, items, prompts, model, ddp, optimizer, sites, engine, store)
+    if hint_folder is not None:
+        run.reader, run.max_hint_bytes = HintFiles(hint_folder), max_hint_bytes
+    return run
 
 
 def start(

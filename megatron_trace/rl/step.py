@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,6 +30,7 @@ from megatron_trace.rl.run import RlRun
 from megatron_trace.rl.tasks import PADDING_TOKEN
 from megatron_trace.training.micro_batch import MicroBatch, make_micro_batch
 from megatron_trace.training.model import token_logprobs
+from megatron_trace.training.prefetch import MicroBatchPrefetcher
 
 # Rollouts of a run, and of runs with neighbouring seeds, must not share a sampling seed.
 _SEEDS_PER_RUN = 1_000_003
@@ -58,11 +59,17 @@ class Update:
         loss: Loss of each optimizer step.
         grad_norms: Gradient norm of each, before clipping.
         sums: Sums of the loss metrics over all tokens.
+        rollout_logprobs: FP32 [response tokens] of each micro-batch.
+        old_logprobs: The trainer's before the step, likewise.
+        hint_bytes_per_token: Bytes that a token's hints take in the store.
     """
 
     losses: list[float] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)
     sums: LossSums = field(default_factory=LossSums)
+    rollout_logprobs: list[torch.Tensor] = field(default_factory=list)
+    old_logprobs: list[torch.Tensor] = field(default_factory=list)
+    hint_bytes_per_token: int = 0
 
 
 def rl_step(run: RlRun) -> dict[str, Any]:
@@ -83,15 +90,14 @@ def rl_step(run: RlRun) -> dict[str, Any]:
 
     with _timed(seconds, "train"):
         rewards = rewards_of(run, samples, rows)
-        batches = training_batches(run, samples, group_advantages(rewards).flatten())
-        update = train(run, batches)
+        update = train(run, samples, group_advantages(rewards).flatten())
         run.sites.assert_ran()
 
     with _timed(seconds, "push"):
         run.push_weights(run.progress.policy_version + 1)
     run.store.expire(before=run.progress.policy_version)
 
-    metrics = step_metrics(run, samples, rewards, batches, update, seconds)
+    metrics = step_metrics(run, samples, rewards, update, seconds)
     run.progress = dataclasses.replace(
         run.progress,
         step=run.progress.step + 1,
@@ -133,42 +139,77 @@ def rewards_of(run: RlRun, samples: Sequence[RolloutSample], rows: Sequence[int]
 
 def training_batches(
     run: RlRun, samples: Sequence[RolloutSample], advantages: torch.Tensor
-) -> list[list[TrainingBatch]]:
-    """Cuts the samples into optimizer steps, and these into micro-batches."""
-    per_update = len(samples) // run.settings.updates_per_rollout
+) -> list[TrainingBatch]:
+    """Cuts the samples of an optimizer step into micro-batches, all in memory."""
     advantages = advantages.to(run.sites.device)
     return [
-        [
-            TrainingBatch(
-                make_micro_batch(
-                    samples[rows.start : rows.stop],
-                    run.store,
-                    run.sites,
-                    padding_token=PADDING_TOKEN,
-                ),
-                advantages[rows.start : rows.stop],
-            )
-            for rows in _slices(first, first + per_update, run.settings.micro_batch_samples)
-        ]
-        for first in range(0, len(samples), per_update)
+        TrainingBatch(
+            make_micro_batch(samples[rows], run.store, run.sites, padding_token=PADDING_TOKEN),
+            advantages[rows],
+        )
+        for rows in _slices(0, len(samples), run.settings.micro_batch_samples)
     ]
 
 
-def train(run: RlRun, batches: Sequence[Sequence[TrainingBatch]]) -> Update:
-    """Does the optimizer steps of one rollout, hints and routing in force."""
+@contextmanager
+def streamed_batches(
+    run: RlRun, samples: Sequence[RolloutSample], advantages: torch.Tensor
+) -> Iterator[Iterator[TrainingBatch]]:
+    """Gives the micro-batches of `training_batches` one by one, read ahead from the files."""
+    advantages = advantages.to(run.sites.device)
+    slices = list(_slices(0, len(samples), run.settings.micro_batch_samples))
+    assert run.reader is not None, "there are files"
+    # A sample that was rolled out again after a resume is another one of the same name.
+    run.reader.refresh()
+    with MicroBatchPrefetcher(
+        (samples[rows] for rows in slices),
+        run.reader,
+        run.sites,
+        max_host_bytes=run.max_hint_bytes,
+        padding_token=PADDING_TOKEN,
+    ) as prefetcher:
+        yield (
+            TrainingBatch(micro_batch, advantages[rows])
+            for rows, micro_batch in zip(slices, prefetcher, strict=True)
+        )
+
+
+def train(run: RlRun, samples: Sequence[RolloutSample], advantages: torch.Tensor) -> Update:
+    """Does the optimizer steps of one rollout, hints and routing in force.
+
+    With hints in files and one optimizer step, a micro-batch is in memory only while it is used or
+    read ahead. Several steps use each micro-batch twice, and hold all of them.
+
+    Args:
+        run: The run.
+        samples: Samples of the rollout.
+        advantages: FP32 [samples].
+    """
+    update = Update()
+    if run.reader is not None and run.settings.updates_per_rollout == 1:
+        with streamed_batches(run, samples, advantages) as batches:
+            _optimizer_step(run, batches, _num_tokens(samples), update)
+        return update
+    per_update = len(samples) // run.settings.updates_per_rollout
+    slices = list(_slices(0, len(samples), per_update))
+    batches = [training_batches(run, samples[rows], advantages[rows]) for rows in slices]
     if len(batches) > 1:
         # The first optimizer step changes the policy that later ones must be compared with.
         for batch in (batch for batches_of_update in batches for batch in batches_of_update):
             with torch.no_grad(), run.sites.micro_batch(batch.micro_batch):
                 batch.old_logprobs = _logprobs(run, batch.micro_batch)
-    update = Update()
-    for batches_of_update in batches:
-        _optimizer_step(run, batches_of_update, update)
+    for rows, batches_of_update in zip(slices, batches, strict=True):
+        _optimizer_step(run, batches_of_update, _num_tokens(samples[rows]), update)
     return update
 
 
-def _optimizer_step(run: RlRun, batches: Sequence[TrainingBatch], update: Update) -> None:
-    num_tokens = sum(int(batch.micro_batch.loss_mask.sum()) for batch in batches)
+def _num_tokens(samples: Sequence[RolloutSample]) -> int:
+    return sum(len(sample.response_tokens) for sample in samples)
+
+
+def _optimizer_step(
+    run: RlRun, batches: Iterable[TrainingBatch], num_tokens: int, update: Update
+) -> None:
     run.ddp.train()
     run.ddp.zero_grad_buffer()
     run.optimizer.zero_grad()
@@ -190,6 +231,10 @@ def _optimizer_step(run: RlRun, batches: Sequence[TrainingBatch], update: Update
             loss.backward()
         total += loss.item()
         update.sums += sums
+        mask, hints = batch.micro_batch.loss_mask, batch.micro_batch.hints
+        update.rollout_logprobs.append(batch.micro_batch.rollout_logprobs[mask])
+        update.old_logprobs.append(batch.old_logprobs[mask])
+        update.hint_bytes_per_token = sum(rows.stored_bytes for rows in hints.values())
     finalize_model_grads([run.ddp])
     result: Any = run.optimizer.step()
     succeeded, grad_norm, _ = result
@@ -210,14 +255,11 @@ def step_metrics(
     run: RlRun,
     samples: Sequence[RolloutSample],
     rewards: torch.Tensor,
-    batches: Sequence[Sequence[TrainingBatch]],
     update: Update,
     seconds: dict[str, float],
 ) -> dict[str, Any]:
     """Gives the metrics of a step that was just done."""
-    flat = [batch for batches_of_update in batches for batch in batches_of_update]
-    gap = _gap(flat)
-    hints = flat[0].micro_batch.hints.values()
+    gap = _gap(update)
     spread = rewards.amax(dim=1) > rewards.amin(dim=1)
     lengths = [len(sample.response_tokens) for sample in samples]
     return {
@@ -232,21 +274,16 @@ def step_metrics(
         **update.sums.means(),
         "gap": dataclasses.asdict(gap),
         "quantisers": run.sites.report().as_dict(),
-        "hint_bytes_per_token": sum(hint.stored_bytes for hint in hints),
+        "hint_bytes_per_token": update.hint_bytes_per_token,
         "kv_bytes_per_token": run.engine.kv_bytes_per_token,
         "kv_bytes_per_token_bf16": run.engine.kv_bytes_per_token_bf16,
         "seconds": seconds,
     }
 
 
-def _gap(batches: Sequence[TrainingBatch]) -> LogprobGap:
-    rollout, old = [], []
-    for batch in batches:
-        assert batch.old_logprobs is not None, "training sets them"
-        rollout.append(batch.micro_batch.rollout_logprobs[batch.micro_batch.loss_mask])
-        old.append(batch.old_logprobs[batch.micro_batch.loss_mask])
-    mask = torch.ones(sum(len(part) for part in rollout), dtype=torch.bool)
-    return logprob_gap(torch.cat(rollout), torch.cat(old), mask)
+def _gap(update: Update) -> LogprobGap:
+    rollout, old = torch.cat(update.rollout_logprobs), torch.cat(update.old_logprobs)
+    return logprob_gap(rollout, old, torch.ones(len(rollout), dtype=torch.bool))
 
 
 def _slices(start: int, stop: int, size: int) -> Iterator[slice]:

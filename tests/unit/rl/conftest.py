@@ -47,7 +47,7 @@ def weights(one_process):
 def build(one_process):
     """Builds a run that has no weights yet."""
 
-    def build(method="trace", hint_folder=None, **changes):
+    def build(method="trace", hint_folder=None, max_hint_bytes=None, **changes):
         trace = TraceConfig(
             method=method,
             hint_layers="all",
@@ -70,6 +70,7 @@ def build(one_process):
             items=ITEMS,
             tokenizer=TOKENIZER,
             hint_folder=hint_folder,
+            max_hint_bytes=max_hint_bytes,
         )
 
     return build

@@ -3,6 +3,7 @@
 import collections
 import re
 import statistics
+import weakref
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from megatron_trace.rl.rewards import score_samples
 from megatron_trace.rl.run import evaluate
 from megatron_trace.rl.step import rl_step, roll_out, training_batches
 from megatron_trace.rollout import RolloutEngine
+from megatron_trace.training.prefetch import MicroBatchPrefetcher
 from megatron_trace.training.sites import TraceSites
 
 METHODS = ["bf16", "qat", "trace"]
@@ -135,18 +137,19 @@ def test_both_sides_use_the_temperature_of_the_run(started):
 def test_every_sample_has_the_advantage_of_its_own_answer(started, monkeypatch):
     """Rewards and advantages follow the samples' names, whatever order they go through."""
     run, samples, batches = started("bf16", micro_batch_samples=5), [], []
-    generate, train = run.engine.generate, step.train
+    generate = run.engine.generate
 
     def noting_samples(*args, **kwargs):
         samples.extend(generate(*args, **kwargs))
         return samples
 
-    def noting_batches(run, batches_of_updates):
-        batches.extend(batch for of_update in batches_of_updates for batch in of_update)
-        return train(run, batches_of_updates)
+    def noting_batches(*args):
+        made = training_batches(*args)
+        batches.extend(made)
+        return made
 
     monkeypatch.setattr(run.engine, "generate", noting_samples)
-    monkeypatch.setattr(step, "train", noting_batches)
+    monkeypatch.setattr(step, "training_batches", noting_batches)
     rl_step(run)
 
     rewards = collections.defaultdict(dict)
@@ -249,7 +252,7 @@ def test_advantages_are_on_the_device_of_the_micro_batch(started, monkeypatch):
     samples, _ = roll_out(run)
     # Stands for a GPU: another device than that of the rewards.
     monkeypatch.setattr(TraceSites, "device", torch.device("meta"))
-    (first, *_), *_ = training_batches(run, samples, torch.zeros(len(samples)))
+    first, *_ = training_batches(run, samples, torch.zeros(len(samples)))
     assert first.micro_batch.loss_mask.device.type == "meta"
     assert first.advantages.device.type == "meta"
 
@@ -288,9 +291,12 @@ def test_bad_settings_raise(started, change, message):
         rl_step(started("bf16", **change))
 
 
-def test_hints_in_files_give_the_same_step_as_hints_in_memory(started, tmp_path):
-    in_memory = [rl_step(run) for run in [started()] for _ in range(2)]
-    run = started(hint_folder=tmp_path)
+@pytest.mark.parametrize(
+    "changes", [{}, {"micro_batch_samples": 3}, {"updates_per_rollout": 2}], ids=str
+)
+def test_hints_in_files_give_the_same_step_as_hints_in_memory(started, tmp_path, changes):
+    in_memory = [rl_step(run) for run in [started(**changes)] for _ in range(2)]
+    run = started(hint_folder=tmp_path, **changes)
     in_files = [rl_step(run) for _ in range(2)]
     for a, b in zip(in_memory, in_files, strict=True):
         a, b = dict(a), dict(b)
@@ -299,3 +305,36 @@ def test_hints_in_files_give_the_same_step_as_hints_in_memory(started, tmp_path)
     # Trained samples are expired; what is left is nothing.
     assert run.store.sample_ids() == ()
     run.store.close()
+
+
+def test_hints_in_files_are_in_memory_as_far_as_the_bound_allows(started, tmp_path, monkeypatch):
+    made, alive = [], []
+
+    def noting(self, *args, **kwargs):
+        micro_batch = next_batch(self, *args, **kwargs)
+        alive.append(sum(ref() is not None for ref in made))
+        made.append(weakref.ref(micro_batch))
+        return micro_batch
+
+    run = started(hint_folder=tmp_path, micro_batch_samples=2)
+    next_batch = MicroBatchPrefetcher.__next__
+    monkeypatch.setattr(MicroBatchPrefetcher, "__next__", noting)
+    rl_step(run)
+    run.store.close()
+    assert len(made) == 8
+    # Of those given before only the last may still be referred to when the next one is asked for.
+    assert max(alive) <= 1
+
+
+def test_hints_of_a_step_beyond_the_bound_are_refused(started, tmp_path):
+    run = started(hint_folder=tmp_path)
+    run.max_hint_bytes = 100
+    with run.store, pytest.raises(ValueError, match="at most 100 may be held"):
+        rl_step(run)
+
+
+@pytest.mark.parametrize("changes", [{}, {"hint_folder": "hints", "updates_per_rollout": 2}])
+def test_a_bound_without_effect_is_refused(build, changes, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="max_hint_bytes=8 has no effect"):
+        build(max_hint_bytes=8, **changes)
