@@ -253,3 +253,5 @@ def test_a_chunk_that_does_not_exist_is_refused():
         chunk_layers([1, 1, 1], 2, 0)
     with pytest.raises(ValueError, match="would be chunk 5, but there are 4"):
         chunk_layers([1, 1, 1, 1], 2, 1, 2)
+    with pytest.raises(ValueError, match="would be chunk -1, but there are 4"):
+        chunk_layers([1, 1, 1, 1], 2, 1, -1)
