@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import queue
+import re
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from typing import Any
@@ -148,6 +149,18 @@ def set_quantizer_action(quantizer: Any, action: Callable[[torch.Tensor], torch.
 def quantizer_action(quantizer: Any) -> Callable[[torch.Tensor], torch.Tensor] | None:
     """Gives what `set_quantizer_action` set; None if nothing."""
     return quantizer._quantizer_cache
+
+
+def let_help_be_printed(parser: Any) -> None:
+    """Lets an argparse parser with Megatron's flags print its help.
+
+    argparse formats a help text with `%`; that of `--moe-paged-stash-buffer-size-factor-cuda` says
+    "10%)", so that `--help` ends in a ValueError.
+    """
+    require_version("megatron-core", MEGATRON_CORE, "let_help_be_printed")
+    for action in parser._actions:
+        if action.help:
+            action.help = re.sub(r"(?<!%)%(?![(%])", "%%", action.help)
 
 
 @contextlib.contextmanager
