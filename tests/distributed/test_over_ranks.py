@@ -27,14 +27,14 @@ def settle(rank):
 
     def fail_on(*failing):
         if rank in failing:
-            raise LookupError(f"no hint of sample-{rank}")
+            raise (LookupError, OSError)[rank](f"no hint of sample-{rank}")
         return f"batch of rank {rank}"
 
     told = [agreed(fail_on, group)]
     for failing in ((1,), (0, 1)):
         try:
             agreed(lambda failing=failing: fail_on(*failing), group)
-        except (LookupError, RuntimeError) as error:
+        except (LookupError, RuntimeError, OSError) as error:
             told.append(f"{type(error).__name__}: {error}")
     # After a failure the group is still in step.
     total = torch.ones(1)
@@ -42,6 +42,7 @@ def settle(rank):
     report = TraceReport(
         sites={Site.K: SiteReport(calls=1, guided=3)} if rank else {Site.FC1: SiteReport(calls=2)},
         weight_uses=5,
+        weights_quantised=3,
         routing_compared=10,
         routing_different=rank,
         code_mismatch={Site.V: CodeMismatch(values=7, sign_flip=rank)} if rank else {},
@@ -91,17 +92,17 @@ def test_a_failure_of_one_rank_is_told_to_all(results):
     assert first[0] == "batch of rank 0"
     assert second[0] == "batch of rank 1"
     assert first[1] == (
-        "RuntimeError: rank 1 could not build its part, so no rank goes on: LookupError: no hint "
-        "of sample-1"
+        "RuntimeError: rank 1 could not build its part, so no rank goes on: OSError: no hint of "
+        "sample-1"
     )
-    assert second[1] == "LookupError: no hint of sample-1"
+    assert second[1] == "OSError: no hint of sample-1"
     assert alive == 2.0
 
 
 def test_every_failing_rank_keeps_its_own_error(results):
     assert [told[2] for told, _, _ in results] == [
         "LookupError: no hint of sample-0",
-        "LookupError: no hint of sample-1",
+        "OSError: no hint of sample-1",
     ]
 
 
@@ -109,6 +110,7 @@ def test_counts_are_summed_over_ranks_of_unlike_layers(results):
     expected = TraceReport(
         sites={Site.FC1: SiteReport(calls=2), Site.K: SiteReport(calls=1, guided=3)},
         weight_uses=10,
+        weights_quantised=6,
         routing_compared=20,
         routing_different=1,
         code_mismatch={Site.V: CodeMismatch(values=7, sign_flip=1)},
