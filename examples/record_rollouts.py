@@ -1,6 +1,6 @@
 """Rolls out from a Megatron checkpoint and writes samples, hints and rewards to a folder.
 
-    python examples/record_rollouts.py MEGATRON'S MODEL FLAGS --load CHECKPOINT \\
+    torchrun examples/record_rollouts.py MEGATRON'S MODEL FLAGS --load CHECKPOINT \\
         --rollout-tasks prompts.jsonl --rollout-output ROLLOUTS --trace-method trace
     ... --save CHECKPOINT --rollout-warm-start 300    first trains a model on the answers, 300 steps
 
@@ -74,8 +74,8 @@ def main() -> None:
     items = load_tasks(args.rollout_tasks)
     if not 1 <= args.rollout_prompts <= len(items) or args.rollout_samples < 2:
         raise SystemExit(
-            f"--rollout-prompts must be 1 to {len(items)}, the prompts of {args.rollout_tasks}, and "
-            f"--rollout-samples at least 2, as an advantage is relative to the others; got "
+            f"--rollout-prompts must be 1 to {len(items)}, the prompts of {args.rollout_tasks}, "
+            f"and --rollout-samples at least 2, as an advantage is relative to the others; got "
             f"{args.rollout_prompts} and {args.rollout_samples}"
         )
     tokenizer = CharTokenizer.of_tasks(items)
