@@ -133,6 +133,16 @@ def test_repeated_samples_and_those_left_out_are_told(training, caplog):
     assert [train[n]["sample"] for n in range(10)] == [0, 1, 2, 3, 0, 1, 2, 3, 0, 1]
 
 
+def test_a_run_evaluates_on_the_other_folder_or_is_refused(folder, training):
+    with pytest.raises(ValueError, match="--eval-iters needs --trace-valid-hint-dir"):
+        training.datasets((4, 2, 0))
+    both = RecordedConfig(hint_dir=str(folder), valid_hint_dir=str(folder))
+    train, valid, test = RecordedTraining(TraceConfig(), both).datasets((4, 2, 0))
+    assert train[3] == {"part": 0, "sample": 3}
+    assert valid is not None
+    assert (len(valid), valid[1], test) == (2, {"part": 1, "sample": 1}, None)
+
+
 def test_a_run_ends_with_how_its_rows_were_rounded(rolled, training):
     model, sites = tiny_trainer(settings=rolled.settings)
     object.__setattr__(model, "trace_sites", sites)
