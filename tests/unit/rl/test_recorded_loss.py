@@ -90,6 +90,20 @@ def test_the_loss_sums_over_response_tokens_and_only_these(rolled, training, mic
     assert torch.equal(reached, micro_batch.loss_mask)
 
 
+def test_logits_are_divided_by_the_rollouts_temperature(rolled, folder, micro_batch):
+    warm = RecordedConfig(hint_dir=str(folder), importance_cap=1.5, temperature=2.0)
+    training = RecordedTraining(TraceConfig(hint_layers="all"), warm)
+    shape = (*micro_batch.targets.shape, VOCAB_SIZE)
+    logits = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    loss, *_ = training.loss(micro_batch, ADVANTAGES, logits)
+    assert loss.item() == pytest.approx(reference(rolled, logits / 2)[0], rel=1e-5)
+
+
+def test_a_method_that_is_not_the_rollouts_is_refused(folder):
+    with pytest.raises(ValueError, match=r"--trace-method bf16 contradicts .* are quantised"):
+        RecordedTraining(TraceConfig(method="bf16"), RecordedConfig(hint_dir=str(folder)))
+
+
 def test_the_losses_of_context_parallel_parts_add_up(training, micro_batch, monkeypatch):
     """Each rank has the log-probs of whole samples, and counts its own positions."""
     monkeypatch.setattr(recorded, "logprobs_of_logits", lambda given, *_, **__: given)
