@@ -18,6 +18,7 @@ cpu_runtime.install()
 cpu_pretrain.install()
 
 import contextlib
+from argparse import ArgumentParser
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -39,10 +40,16 @@ from megatron_trace.rl.recorded import RecordedTraining
 from megatron_trace.training.megatron_model import trace_model_config_from_args
 
 
+def add_arguments(parser: ArgumentParser) -> ArgumentParser:
+    """Adds our flags to Megatron's parser."""
+    compat.let_help_be_printed(parser)
+    return add_recorded_arguments(parser)
+
+
 def main() -> None:
     """Trains as the flags say."""
     args = parse_and_validate_args(
-        add_recorded_arguments,
+        add_arguments,
         args_defaults={"tokenizer_type": "NullTokenizer", "eval_interval": 1000},
     )
     trace, recorded = trace_config_from_args(args), recorded_config_from_args(args)

@@ -49,6 +49,7 @@ DEFAULTS = {"tokenizer_type": "NullTokenizer", "save_interval": 1, "train_iters"
 
 def add_arguments(parser: ArgumentParser) -> ArgumentParser:
     """Adds our flags to Megatron's parser."""
+    compat.let_help_be_printed(parser)
     group = add_trace_arguments(parser).add_argument_group("rollout")
     group.add_argument("--rollout-tasks", type=Path, required=True, help="prompts, JSONL")
     group.add_argument("--rollout-output", type=Path, required=True, help="folder to write to")

@@ -10,7 +10,6 @@ from argparse import ArgumentParser, Namespace
 
 from megatron.training.argument_utils import ArgumentGroupFactory
 
-from megatron_trace import compat
 from megatron_trace.config import RecordedConfig, TraceConfig
 
 _PREFIX = "trace_"
@@ -46,7 +45,6 @@ def add_trace_arguments(parser: ArgumentParser) -> ArgumentParser:
     Returns:
         The same parser.
     """
-    compat.let_help_be_printed(parser)
     return _add_flags(parser, TraceConfig, "trace")
 
 

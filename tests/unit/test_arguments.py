@@ -144,12 +144,6 @@ def test_unknown_choice_names_the_choices(capsys: pytest.CaptureFixture[str]) ->
     assert "bf16" in message
 
 
-def test_a_share_in_a_help_text_of_megatron_is_printed() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--size", type=int, default=3, help="of 10%%, or (10%) of %(default)s")
-    assert "of 10%, or (10%) of 3" in add_trace_arguments(parser).format_help()
-
-
 def test_megatrons_own_parser_takes_the_flags() -> None:
     run = subprocess.run(
         [sys.executable, "-c", WITH_MEGATRON, "--num-layers", "8", *EVERY_FLAG.split()],

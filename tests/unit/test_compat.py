@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 
 import pytest
@@ -57,3 +58,10 @@ def test_linear_functions_that_modelopt_replaced_are_put_back():
     compat.restore_linear_functions()
     assert getattr(layers, name) is original
     assert not hasattr(layers, f"_{name}")
+
+
+def test_a_share_in_a_help_text_is_printed():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--size", type=int, default=3, help="of 10%%, or (10%) of %(default)s")
+    compat.let_help_be_printed(parser)
+    assert "of 10%, or (10%) of 3" in parser.format_help()
