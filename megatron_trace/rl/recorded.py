@@ -268,7 +268,9 @@ class RecordedTraining:
         for site, counts in summed_report(own, group).sites.items():
             others = ("rejected", "missing", "rerouted", "not_recorded")
             told = ", ".join(f"{getattr(counts, name)} {name}" for name in others)
-            lines.append(f"  {site}: {counts.coverage:.1%} of the rows guided; {told}")
+            guided = f"{counts.coverage:.1%} of the rows guided; {told}"
+            hinted = counts.guided + counts.rejected + counts.missing + counts.rerouted > 0
+            lines.append(f"  {site}: {guided if hinted else 'all rounded to nearest, no hints'}")
         return "\n".join(lines)
 
     def close(self) -> None:
