@@ -28,7 +28,7 @@ import torch
 from megatron_trace.config import Method, TraceConfig
 from megatron_trace.hints import HintStore, QuantizerSettings, RolloutSample
 from megatron_trace.metrics import LogprobGap, logprob_gap
-from megatron_trace.models.hybrid import HybridModules, build_hybrid_model, causal_mask
+from megatron_trace.models.hybrid import causal_mask
 from megatron_trace.rollout import RolloutEngine, SamplingSettings
 from megatron_trace.study import smollm2, smollm2_moe
 from megatron_trace.study.gguf_llama import byte_level_tokenizer, read_gguf
@@ -141,16 +141,7 @@ def score(
 @torch.no_grad()
 def answer_sums(model: StudyModel) -> None:
     """Prints how often the unquantised FP32 model answers few-shot sums, greedily and sampled."""
-    hybrid = build_hybrid_model(
-        model.config,
-        pattern=model.pattern,
-        vocab_size=model.vocab_size,
-        max_sequence_length=model.context,
-        modules=HybridModules(),
-        rotary_base=model.rotary_base,
-    ).eval()
-    for name, parameter in hybrid.named_parameters():
-        parameter.copy_(model.weights[name])
+    hybrid = model.unquantised(torch.float32)
     tokenizer = byte_level_tokenizer(read_gguf(smollm2.gguf_path()).metadata)
     greedy, sampled = [], []
     for total in range(2, 19):

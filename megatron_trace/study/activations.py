@@ -10,7 +10,6 @@ Legend: B sequences, S positions, N rows (tokens, B * S in [S, B] order), K valu
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -21,8 +20,6 @@ from megatron_trace.formats import NVFP4, NumberFormat, pack_bits
 from megatron_trace.hints.types import Site
 from megatron_trace.metrics import CodeMismatch, UsedHints, compare_codes
 from megatron_trace.models.hybrid import (
-    HybridModules,
-    build_hybrid_model,
     causal_mask,
     decoder_layers,
 )
@@ -46,22 +43,7 @@ def captured_activations(
         By (decoder layer, site): FP32 [N, K], on the CPU. Site fc1 is the normalised input of an
         MLP, fc2 its product of gate and up, k and v are taken after RoPE.
     """
-    config = dataclasses.replace(
-        model.config,
-        params_dtype=dtype,
-        pipeline_dtype=dtype,
-        bf16=dtype == torch.bfloat16,
-    )
-    hybrid = build_hybrid_model(
-        config,
-        pattern=model.pattern,
-        vocab_size=model.vocab_size,
-        max_sequence_length=model.context,
-        modules=HybridModules(),
-        rotary_base=model.rotary_base,
-    ).eval()
-    for name, parameter in hybrid.named_parameters():
-        parameter.copy_(model.weights[name])
+    hybrid = model.unquantised(dtype)
     seen: dict[Place, list[torch.Tensor]] = {}
 
     def note(sites: Mapping[Site, int], layer: int, _: Any, arguments: Any) -> None:

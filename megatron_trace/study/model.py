@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.transformer import TransformerConfig
+
+from megatron_trace.models.hybrid import HybridModules, build_hybrid_model
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,3 +55,28 @@ class StudyModel:
                 f"{self.name}: a prompt of {longest} tokens leaves no room for a response in the "
                 f"context of {self.context}; shorten it or raise the context"
             )
+
+    @torch.no_grad()
+    def unquantised(self, dtype: torch.dtype) -> HybridModel:
+        """Builds the model from plain modules, with its weights, in evaluation mode.
+
+        Args:
+            dtype: dtype of parameters and computation, BF16 or FP32.
+        """
+        config = dataclasses.replace(
+            self.config,
+            params_dtype=dtype,
+            pipeline_dtype=dtype,
+            bf16=dtype == torch.bfloat16,
+        )
+        hybrid = build_hybrid_model(
+            config,
+            pattern=self.pattern,
+            vocab_size=self.vocab_size,
+            max_sequence_length=self.context,
+            modules=HybridModules(),
+            rotary_base=self.rotary_base,
+        ).eval()
+        for name, parameter in hybrid.named_parameters():
+            parameter.copy_(self.weights[name])
+        return hybrid

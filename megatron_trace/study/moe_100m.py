@@ -10,6 +10,7 @@ stopped goes on from its last saved state with the rows it would have seen.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import math
@@ -22,14 +23,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.enums import AttnBackend
 
 from megatron_trace.models.hybrid import HybridModules, build_hybrid_model
+from megatron_trace.models.local_config import local_moe_config
 from megatron_trace.rl.optimizer import OptimizerSettings, build_optimizer
 from megatron_trace.rl.tasks import (
     END_TOKEN,
@@ -44,27 +44,13 @@ from megatron_trace.study.experts_differ import experts_differ
 from megatron_trace.study.model import StudyModel
 from megatron_trace.study.solving import accuracy, answer_loss
 from megatron_trace.study.split_experts import SplitExperts
+from megatron_trace.study.task_mix import TaskOfMix, items_of_mix
 
 _logger = logging.getLogger(__name__)
 
 NUM_HELD_OUT = 6_000
 # Rows of a training step are named by its number, held-out rows by numbers far from these.
 HELD_OUT_SEED = 10_000_000
-
-
-@dataclass(frozen=True)
-class TaskOfMix:
-    """One reasoning-gym task of the mix.
-
-    Attributes:
-        task: Name of the task.
-        template: Template of the prompt over the fields of an entry.
-        parameters: Fields of the task's configuration.
-    """
-
-    task: str
-    template: str
-    parameters: Mapping[str, Any]
 
 
 ITEMS_PER_TASK = 30_000
@@ -222,7 +208,7 @@ class TrainingLog:
 
 def model_config(recipe: Recipe = RECIPE) -> TransformerConfig:
     """Gives the model's configuration, in BF16."""
-    return TransformerConfig(
+    return local_moe_config(
         num_layers=2 * recipe.num_layers,
         hidden_size=recipe.hidden_size,
         num_attention_heads=recipe.num_heads,
@@ -232,23 +218,8 @@ def model_config(recipe: Recipe = RECIPE) -> TransformerConfig:
         num_moe_experts=recipe.num_experts,
         moe_router_topk=recipe.top_k,
         moe_ffn_hidden_size=recipe.expert_size,
-        moe_router_dtype="fp32",
         moe_router_load_balancing_type="aux_loss",
         moe_aux_loss_coeff=1e-2,
-        moe_token_dispatcher_type="alltoall",
-        moe_enable_routing_replay=True,
-        gated_linear_unit=True,
-        activation_func=F.silu,
-        bias_activation_fusion=False,
-        masked_softmax_fusion=False,
-        add_bias_linear=False,
-        normalization="RMSNorm",
-        qk_layernorm=True,
-        attention_dropout=0.0,
-        hidden_dropout=0.0,
-        attention_backend=AttnBackend.local,
-        use_cpu_initialization=True,
-        inference_rng_tracker=True,
         bf16=True,
         params_dtype=torch.bfloat16,
         pipeline_dtype=torch.bfloat16,
@@ -258,20 +229,8 @@ def model_config(recipe: Recipe = RECIPE) -> TransformerConfig:
 
 def make_tasks(*, items_per_task: int = ITEMS_PER_TASK, seed: int = 0) -> list[TaskItem]:
     """Gives the problems of the mix, made by reasoning-gym, in the order of the tasks."""
-    # Here only: machines that train lack reasoning-gym, and the file has what they need.
-    from megatron_trace.rl.export import make_items
-
-    items: list[TaskItem] = []
-    for part in MIX:
-        items += make_items(
-            part.task,
-            size=items_per_task,
-            seed=seed,
-            parameters=part.parameters,
-            prompt_template=part.template,
-            drop_characters=" []'\",",
-        )
-    return items
+    mix = [dataclasses.replace(part, size=items_per_task) for part in MIX]
+    return items_of_mix(mix, seed=seed, drop_characters=" []'\",")
 
 
 def load(work: Path, *, tasks: Path | None = None, recipe: Recipe = RECIPE) -> StudyModel:

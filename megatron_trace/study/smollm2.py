@@ -17,10 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.enums import AttnBackend
 
+from megatron_trace.models.local_config import local_config
 from megatron_trace.study.gguf_llama import (
     GGUFLlama,
     LlamaShape,
@@ -73,22 +72,10 @@ def dense_config(shape: LlamaShape, **overrides: Any) -> TransformerConfig:
         "num_query_groups": shape.num_kv_heads,
         "kv_channels": shape.head_dim,
         "ffn_hidden_size": shape.ffn_size,
-        "gated_linear_unit": True,
-        "activation_func": F.silu,
-        "bias_activation_fusion": False,
-        "masked_softmax_fusion": False,
-        "add_bias_linear": False,
-        "normalization": "RMSNorm",
         "layernorm_epsilon": shape.norm_epsilon,
         "qk_layernorm": False,
-        "attention_dropout": 0.0,
-        "hidden_dropout": 0.0,
-        "attention_backend": AttnBackend.local,
-        "use_cpu_initialization": True,
-        "inference_rng_tracker": True,
-        "params_dtype": torch.float32,
     }
-    return TransformerConfig(**(fields | overrides))
+    return local_config(**(fields | overrides))
 
 
 def load(work: Path) -> StudyModel:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
-import torch.nn.functional as F
 from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.enums import AttnBackend
 
 from megatron_trace.models.hybrid import HybridModules, build_hybrid_model
+from megatron_trace.models.local_config import local_moe_config
 from megatron_trace.rl.tasks import (
     END_TOKEN,
     CharTokenizer,
@@ -30,6 +28,7 @@ from megatron_trace.study.pretraining import (
     packed_rows,
     pretrain,
 )
+from megatron_trace.study.task_mix import TaskOfMix, items_of_mix
 
 PATTERN = "*E" * 8
 CONTEXT = 160
@@ -37,23 +36,6 @@ NUM_HELD_OUT = 300
 NUM_PROMPTS = 128
 # Solved problems before the open one in a prompt; 8 of them are about 100 tokens.
 SHOTS = (0, 1, 2, 4, 6, 8)
-
-
-@dataclass(frozen=True)
-class TaskOfMix:
-    """One reasoning-gym task of the mix.
-
-    Attributes:
-        task: Name of the task.
-        template: Template of the prompt over the fields of an entry.
-        parameters: Fields of the task's configuration.
-        size: Items to generate.
-    """
-
-    task: str
-    template: str
-    parameters: Mapping[str, Any] = field(default_factory=dict)
-    size: int = 20_000
 
 
 MIX = (
@@ -76,7 +58,7 @@ SETTINGS = PretrainingSettings(steps=700, batch_rows=12, row_tokens=129, learnin
 
 def tiny_moe_config() -> TransformerConfig:
     """Gives the configuration: hidden 128, 8 experts top-2 of width 64, 2 KV heads x 32."""
-    return TransformerConfig(
+    return local_moe_config(
         num_layers=len(PATTERN),
         hidden_size=128,
         num_attention_heads=4,
@@ -86,24 +68,8 @@ def tiny_moe_config() -> TransformerConfig:
         num_moe_experts=8,
         moe_router_topk=2,
         moe_ffn_hidden_size=64,
-        moe_router_dtype="fp32",
         moe_router_load_balancing_type="aux_loss",
         moe_aux_loss_coeff=1e-2,
-        moe_token_dispatcher_type="alltoall",
-        moe_enable_routing_replay=True,
-        gated_linear_unit=True,
-        activation_func=F.silu,
-        bias_activation_fusion=False,
-        masked_softmax_fusion=False,
-        add_bias_linear=False,
-        normalization="RMSNorm",
-        qk_layernorm=True,
-        attention_dropout=0.0,
-        hidden_dropout=0.0,
-        attention_backend=AttnBackend.local,
-        use_cpu_initialization=True,
-        inference_rng_tracker=True,
-        params_dtype=torch.float32,
     )
 
 
@@ -114,19 +80,7 @@ def mixed_items(path: Path) -> list[TaskItem]:
         path: JSONL prompt file; written if it does not exist, which needs reasoning-gym.
     """
     if not path.exists():
-        from megatron_trace.rl.export import make_items
-
-        items: list[TaskItem] = []
-        for part in MIX:
-            items += make_items(
-                part.task,
-                size=part.size,
-                seed=0,
-                parameters=part.parameters,
-                prompt_template=part.template,
-                drop_characters=" ",
-            )
-        save_tasks(path, items)
+        save_tasks(path, items_of_mix(MIX))
     return load_tasks(path)
 
 

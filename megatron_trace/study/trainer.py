@@ -23,7 +23,7 @@ from megatron_trace.formats.checks import as_row_scales
 from megatron_trace.formats.minifloat import E2M1, nearest_codes
 from megatron_trace.formats.packing import unpack_hint
 from megatron_trace.hints.types import QuantizerSettings, Site
-from megatron_trace.metrics import UsedHints, compare_rows
+from megatron_trace.metrics import compare_rows
 from megatron_trace.models.hybrid import decoder_layer_indices, decoder_layers
 from megatron_trace.study.cells import Cell, EngineSetting, kept_layers
 from megatron_trace.study.model import StudyModel
@@ -171,15 +171,7 @@ class StudySites(TraceSites):
         if self.cell.codes == "no" or full is None:
             return
         known = full.has_hint
-        used = None
-        if hint is not None:
-            used = UsedHints(
-                hint.has_hint[known],
-                hint.payload[known],
-                hint.scale_bytes[known],
-                hint.num_bits,
-                restored=hint.scale_form == "restored",
-            )
+        used = hint and hint.used_at(known)
         by_row = compare_rows(
             values[known],
             unpack_hint(full.payload[known], full.num_bits),

@@ -10,12 +10,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.enums import AttnBackend
 
+from megatron_trace.models.local_config import local_config, local_moe_config
 from megatron_trace.testing.ranks import join_group
 
 
@@ -67,31 +66,15 @@ def tiny_moe_config(pattern: str, **overrides: Any) -> TransformerConfig:
         "num_query_groups": 2,
         "kv_channels": 32,
         "ffn_hidden_size": 64,
-        "gated_linear_unit": True,
-        "activation_func": F.silu,
-        "bias_activation_fusion": False,
-        # Megatron's fused softmax is a CUDA extension.
-        "masked_softmax_fusion": False,
-        "add_bias_linear": False,
-        "normalization": "RMSNorm",
-        "qk_layernorm": True,
-        "attention_dropout": 0.0,
-        "hidden_dropout": 0.0,
-        "attention_backend": AttnBackend.local,
-        "use_cpu_initialization": True,
-        "inference_rng_tracker": True,
-        "params_dtype": torch.float32,
         "pipeline_dtype": torch.float32,
     }
-    if "E" in pattern:
-        fields |= {
-            "num_moe_experts": 16,
-            "moe_router_topk": 4,
-            "moe_ffn_hidden_size": 64,
-            "moe_router_dtype": "fp32",
-            "moe_router_load_balancing_type": "none",
-            "moe_aux_loss_coeff": 0.0,
-            "moe_token_dispatcher_type": "alltoall",
-            "moe_enable_routing_replay": True,
-        }
-    return TransformerConfig(**(fields | overrides))
+    if "E" not in pattern:
+        return local_config(**(fields | overrides))
+    fields |= {
+        "num_moe_experts": 16,
+        "moe_router_topk": 4,
+        "moe_ffn_hidden_size": 64,
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+    }
+    return local_moe_config(**(fields | overrides))

@@ -11,7 +11,7 @@ import torch
 
 from megatron_trace.formats import unpack_hint
 from megatron_trace.hints.types import Site
-from megatron_trace.metrics import CodeMismatch, UsedHints, compare_codes
+from megatron_trace.metrics import CodeMismatch, compare_codes
 from megatron_trace.training.rounding import HintRows, Rounding, saturated_blocks
 from megatron_trace.training.shape import ExpertMatrix, Place
 from megatron_trace.training.slots import SlotRows
@@ -199,14 +199,8 @@ class Tally:
         self, place: Place, values: torch.Tensor, rounding: Rounding, full: HintRows
     ) -> None:
         """Adds a comparison of values [N, K] with the rollout's full codes."""
-        known, hint = full.has_hint, rounding.hint
-        used = hint and UsedHints(
-            hint.has_hint[known],
-            hint.payload[known],
-            hint.scale_bytes[known],
-            hint.num_bits,
-            restored=hint.scale_form == "restored",
-        )
+        known = full.has_hint
+        used = rounding.hint and rounding.hint.used_at(known)
         mismatch = compare_codes(
             values[known],
             unpack_hint(full.payload[known], full.num_bits),

@@ -16,6 +16,7 @@ from megatron_trace.formats import E2M1_MAX, E4M3_MAX, ops, residue_bytes
 from megatron_trace.formats.blocks import split
 from megatron_trace.formats.number_format import NVFP4, NumberFormat
 from megatron_trace.hints.guard import THRESHOLDS, GuardThresholds, accept_rows
+from megatron_trace.metrics import UsedHints
 
 RowMove = Callable[[torch.Tensor], torch.Tensor]
 
@@ -91,6 +92,16 @@ class HintRows:
         payload, scale_bytes, present = move_together(move, self.payload, self.scale_bytes, present)
         return replace(
             self, payload=payload, scale_bytes=scale_bytes, has_hint=present.squeeze(-1) != 0
+        )
+
+    def used_at(self, rows: torch.Tensor) -> UsedHints:
+        """Gives some of the rows, bool [N], as a comparison of codes takes them."""
+        return UsedHints(
+            self.has_hint[rows],
+            self.payload[rows],
+            self.scale_bytes[rows],
+            self.num_bits,
+            restored=self.scale_form == "restored",
         )
 
     def judged(

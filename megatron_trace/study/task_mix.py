@@ -1,0 +1,52 @@
+"""A mix of reasoning-gym tasks as short prompts, for models that are trained from nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_trace.rl.tasks import TaskItem
+
+
+@dataclass(frozen=True)
+class TaskOfMix:
+    """One reasoning-gym task of the mix.
+
+    Attributes:
+        task: Name of the task.
+        template: Template of the prompt over the fields of an entry.
+        parameters: Fields of the task's configuration.
+        size: Items to generate.
+    """
+
+    task: str
+    template: str
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+    size: int = 20_000
+
+
+def items_of_mix(
+    mix: Iterable[TaskOfMix], *, seed: int = 0, drop_characters: str = " "
+) -> list[TaskItem]:
+    """Gives the problems of the mix, made by reasoning-gym, in the order of the tasks.
+
+    Args:
+        mix: The tasks.
+        seed: Seed of every task.
+        drop_characters: Characters removed from prompts.
+    """
+    # Here only: machines that train may lack reasoning-gym, and have the problems in a file.
+    from megatron_trace.rl.export import make_items
+
+    items: list[TaskItem] = []
+    for part in mix:
+        items += make_items(
+            part.task,
+            size=part.size,
+            seed=seed,
+            parameters=part.parameters,
+            prompt_template=part.template,
+            drop_characters=drop_characters,
+        )
+    return items
