@@ -23,6 +23,7 @@ import torch
 from megatron_trace.hints.durable import make_folder, write_file
 from megatron_trace.hints.files import HintFiles
 from megatron_trace.hints.files_writer import HintFilesWriter
+from megatron_trace.hints.folder import version_folder
 from megatron_trace.hints.settings_file import SETTINGS_FILE, load_settings, save_settings
 from megatron_trace.hints.types import QuantizerSettings, RolloutSample
 from megatron_trace.rl.advantages import group_advantages
@@ -112,7 +113,7 @@ def commit_rollouts(
     files.commit(samples)
     folder = files.folder / REWARDS_FOLDER
     make_folder(folder)
-    prefix = f"v{samples[0].policy_version:08d}"
+    prefix = version_folder(files.folder, samples[0].policy_version).name
     number = len(list(folder.glob(f"{prefix}.*.jsonl")))
     lines = "".join(json.dumps(asdict(reward)) + "\n" for reward in rewards)
     write_file(folder / f"{prefix}.{number:06d}.jsonl", lines.encode())
