@@ -8,7 +8,10 @@ Legend: S positions of a padded sample, B samples of a micro-batch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import faulthandler
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -97,7 +100,7 @@ class Slice:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a step gave on one rank.
+    """What a step gave on one rank; all tensors are on the CPU.
 
     Attributes:
         layout: Where the rank stands.
@@ -128,20 +131,29 @@ class Outcome:
     hint_bytes: int
 
 
-def train_layouts(rank: int, tasks: Mapping[str, Task], folder: Path) -> dict[str, Outcome]:
+def train_layouts(
+    rank: int, tasks: Mapping[str, Task], folder: Path, *, timeout_s: float | None = None
+) -> Iterator[tuple[str, Outcome]]:
     """Trains a step in one layout after another, on one of the processes of `run_ranks`.
 
     Neighbours with the same sizes share their process groups, whose start takes seconds with NCCL.
+    Says on stderr how long each took.
 
     Args:
         rank: This process.
         tasks: What is given, by name of the layout; each takes all processes.
         folder: Folder for the file stores of the process groups, fresh for this call.
+        timeout_s: Seconds of one layout after which this process prints where it stands, and ends.
+
+    Yields:
+        Name of the layout, and what it gave.
     """
     world_size = dist.get_world_size()
-    outcomes = {}
     sizes: Mapping[str, int] | None = None
     for number, (name, task) in enumerate(tasks.items()):
+        if timeout_s is not None:
+            faulthandler.dump_traceback_later(timeout_s, exit=True)
+        begun = time.perf_counter()
         if task.parallel != sizes:
             if sizes is not None:
                 parallel_state.destroy_model_parallel()
@@ -151,13 +163,18 @@ def train_layouts(rank: int, tasks: Mapping[str, Task], folder: Path) -> dict[st
             store = folder / f"store-{number}"
             init_rank(store, rank=rank, world_size=world_size, seed=0, **task.parallel)
             sizes = task.parallel
+        grouped = time.perf_counter()
+        sys.stderr.write(f"{name}: groups in {grouped - begun:.1f} s\n")
         try:
-            outcomes[name] = train_step(task)
+            outcome = train_step(task)
         except BaseException as error:
             error.add_note(f"in layout {name}")
             raise
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+        sys.stderr.write(f"{name}: step in {time.perf_counter() - grouped:.1f} s\n")
+        yield name, outcome
     parallel_state.destroy_model_parallel()
-    return outcomes
 
 
 def train_step(task: Task, *, alone: bool = False) -> Outcome:
@@ -224,7 +241,7 @@ def train_step(task: Task, *, alone: bool = False) -> Outcome:
     sites.assert_ran()
     grads: dict[str, torch.Tensor] = {}
     if not task.distributed_optimizer:
-        grads = {names[n]: _grad(p).clone() for n, p in model.named_parameters()}
+        grads = {names[n]: _grad(p).cpu().clone() for n, p in model.named_parameters()}
     done, _, _ = optimizer.step()
     if not done:
         raise RuntimeError("the optimizer skipped its step: a gradient is not finite")
@@ -235,9 +252,9 @@ def train_step(task: Task, *, alone: bool = False) -> Outcome:
         replica=replica,
         loss=losses,
         grads=grads,
-        weights={names[n]: p.detach().clone() for n, p in model.named_parameters()},
+        weights={names[n]: p.detach().cpu().clone() for n, p in model.named_parameters()},
         slices=slices,
-        values={place: values.outputs for place, values in seen.items()},
+        values={place: [x.cpu() for x in values.outputs] for place, values in seen.items()},
         digests=(before, expert_weight_digest(model, sites)),
         report=summed_report(report, _world()),
         guided={site: counts.guided for site, counts in report.sites.items()},

@@ -47,6 +47,7 @@ def run_ranks(
     parallel: Mapping[str, int] | None = None,
     seed: int = 0,
     timeout_s: float = 300.0,
+    echo: Callable[[str], Any] | None = None,
     **arguments: Any,
 ) -> list[Any]:
     """Runs `function(rank, **arguments)` on every rank of a gloo group.
@@ -59,6 +60,7 @@ def run_ranks(
             expert_model_parallel_size=2; None leaves Megatron alone.
         seed: Seed of every rank.
         timeout_s: Seconds after which all ranks are ended.
+        echo: Takes each line that a rank prints, as it comes.
         **arguments: What `torch.save` can write.
 
     Returns:
@@ -71,12 +73,14 @@ def run_ranks(
         folder = Path(name)
         torch.save((arguments, parallel, seed), folder / "arguments.pt")
         processes = [_start(file, function, folder, rank, world_size) for rank in range(world_size)]
+        outputs = _Outputs(folder, world_size, echo)
         try:
-            timed_out = _wait(processes, timeout_s)
+            timed_out = _wait(processes, timeout_s, outputs)
         finally:
             for process in processes:
                 process.kill()
                 process.wait()
+            outputs.pass_on()
         codes = [process.returncode for process in processes]
         if any(codes):
             raise RuntimeError(_failure(folder, codes, timeout_s if timed_out else None))
@@ -137,11 +141,40 @@ def _start(
         )
 
 
-def _wait(processes: list[subprocess.Popen[bytes]], timeout_s: float) -> bool:
+class _Outputs:
+    """Passes on whole lines of the ranks' outputs, with the seconds since the start.
+
+    Args:
+        folder: Where the outputs are.
+        world_size: Number of ranks.
+        echo: Takes each line; None for nobody.
+    """
+
+    def __init__(self, folder: Path, world_size: int, echo: Callable[[str], Any] | None) -> None:
+        self._paths = [folder / f"output-{rank}.txt" for rank in range(world_size)]
+        self._passed_bytes = [0] * world_size
+        self._begun = time.monotonic()
+        self._echo = echo
+
+    def pass_on(self) -> None:
+        """Passes on the lines that were not passed on yet."""
+        if self._echo is None:
+            return
+        for rank, path in enumerate(self._paths):
+            with path.open("rb") as output:
+                output.seek(self._passed_bytes[rank])
+                whole, end, _ = output.read().rpartition(b"\n")
+            self._passed_bytes[rank] += len(whole + end)
+            for line in whole.decode(errors="replace").splitlines():
+                self._echo(f"[{time.monotonic() - self._begun:5.1f} s, rank {rank}] {line}")
+
+
+def _wait(processes: list[subprocess.Popen[bytes]], timeout_s: float, outputs: _Outputs) -> bool:
     """Waits until all ranks ended, or one failed and the grace is over; whether time ran out."""
     deadline = time.monotonic() + timeout_s
     failed = False
     while any(process.poll() is None for process in processes):
+        outputs.pass_on()
         if not failed and any(process.poll() not in (None, 0) for process in processes):
             failed = True
             deadline = min(deadline, time.monotonic() + GRACE_S)

@@ -6,8 +6,8 @@ On ranks with a GPU each, or on gloo ranks inside `te_on_cpu()`.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,46 +32,98 @@ LAYOUTS: dict[str, dict[str, int]] = {
     "TP2 EP2": {TP: 2, EP: 2, ETP: 1},
     "TP2 ETP2": {TP: 2, ETP: 2},
 }
+WORLD_SIZE = 2
 KINDS = ("local", "te", "te_recipe")
 NUM_POSITIONS = 16
-LENGTHS = ((5, 3), (3, 2), (7, 4), (2, 13))
+# (prompt, response) tokens, two samples a replica; those of the first reach every TP rank.
+LENGTHS = ((7, 4), (2, 13), (5, 3), (3, 2))
 
 
-def steps_on_rank(rank: int, tasks: Mapping[str, Task], folder: Path) -> dict[str, Outcome]:
-    """Entry of a rank: one training step of each task."""
+@dataclass(frozen=True)
+class LayoutRuns:
+    """What training in the layouts gave.
+
+    Attributes:
+        outcomes: By layout and kind of experts, what each rank gave; only of those that both ranks
+            finished.
+        failure: Why the others did not finish, with the end of the ranks' output; None if all did.
+    """
+
+    outcomes: dict[str, dict[str, list[Outcome]]]
+    failure: str | None
+
+
+def steps_on_rank(rank: int, tasks: Mapping[str, Task], folder: Path, step_timeout_s: float) -> int:
+    """Entry of a rank: one training step of each task, whose outcome is left in a file.
+
+    Returns:
+        Number of tasks.
+    """
     with contextlib.ExitStack() as stack:
         if cpu_runtime.is_installed():
             from megatron_trace.testing.te_on_cpu import te_on_cpu
 
             stack.enter_context(te_on_cpu())
-        return train_layouts(rank, tasks, folder)
+        done = train_layouts(rank, tasks, folder, timeout_s=step_timeout_s)
+        for number, (_, outcome) in enumerate(done):
+            torch.save(outcome, _outcome_file(folder, number, rank))
+    return len(tasks)
 
 
-def outcomes_of_layouts(folder: Path, *, timeout_s: float) -> dict[str, dict[str, list[Outcome]]]:
+def outcomes_of_layouts(
+    folder: Path,
+    *,
+    timeout_s: float,
+    step_timeout_s: float,
+    layouts: Sequence[str] = tuple(LAYOUTS),
+    echo: Callable[[str], Any] | None = None,
+) -> LayoutRuns:
     """Trains a step in every layout with every kind of experts, on two ranks.
 
     Args:
-        folder: An empty folder for hints and file stores.
+        folder: An empty folder for hints, file stores and outcomes.
         timeout_s: Seconds after which the ranks are ended.
-
-    Returns:
-        By layout and kind, what each rank gave.
+        step_timeout_s: Seconds of one layout with one kind after which a rank prints where it
+            stands, and all end.
+        layouts: Names of the layouts.
+        echo: Takes each line that a rank prints, as it comes.
     """
     task = _task(folder / "hints")
     tasks = {
-        f"{layout}/{kind}": replace(task, parallel=parallel, trace={**task.trace, "experts": kind})
-        for layout, parallel in LAYOUTS.items()
+        f"{layout}/{kind}": replace(
+            task, parallel=LAYOUTS[layout], trace={**task.trace, "experts": kind}
+        )
+        for layout in layouts
         for kind in KINDS
     }
     stores = folder / "stores"
     stores.mkdir()
-    of_rank: list[Any] = run_ranks(
-        __file__, "steps_on_rank", world_size=2, timeout_s=timeout_s, tasks=tasks, folder=stores
-    )
-    return {
-        layout: {kind: [outcomes[f"{layout}/{kind}"] for outcomes in of_rank] for kind in KINDS}
-        for layout in LAYOUTS
-    }
+    failure = None
+    try:
+        run_ranks(
+            __file__,
+            "steps_on_rank",
+            world_size=WORLD_SIZE,
+            timeout_s=timeout_s,
+            echo=echo,
+            tasks=tasks,
+            folder=stores,
+            step_timeout_s=step_timeout_s,
+        )
+    except RuntimeError as error:
+        failure = str(error)
+    outcomes: dict[str, dict[str, list[Outcome]]] = {}
+    for number, name in enumerate(tasks):
+        files = [_outcome_file(stores, number, rank) for rank in range(WORLD_SIZE)]
+        if all(file.exists() for file in files):
+            layout, kind = name.split("/")
+            of_rank = [torch.load(file, weights_only=False) for file in files]
+            outcomes.setdefault(layout, {})[kind] = of_rank
+    return LayoutRuns(outcomes, failure)
+
+
+def _outcome_file(folder: Path, number: int, rank: int) -> Path:
+    return folder / f"outcome-{number}-{rank}.pt"
 
 
 def _task(folder: Path) -> Task:
@@ -84,7 +136,8 @@ def _task(folder: Path) -> Task:
             writer.commit([sample])
     model, _ = tiny_trainer("bf16", dtype=torch.bfloat16)
     return Task(
-        weights={name: p.detach().clone() for name, p in model.named_parameters()},
+        # On the host, so that no rank has to read another's device.
+        weights={name: p.detach().cpu().clone() for name, p in model.named_parameters()},
         settings=rolled.settings,
         hint_folder=folder,
         replicas=[rolled.samples[:2], rolled.samples[2:]],

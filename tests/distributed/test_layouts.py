@@ -132,7 +132,7 @@ LAYOUTS = {
 
 def steps_on_rank(rank, tasks, folder):
     """Entry of a rank."""
-    return train_layouts(rank, tasks, folder)
+    return dict(train_layouts(rank, tasks, folder))
 
 
 def _task(layout: Layout, folder) -> Task:

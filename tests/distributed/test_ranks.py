@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 
 import pytest
@@ -18,6 +19,14 @@ def sum_over_ranks(rank, values):
     total = torch.tensor(values[rank])
     dist.all_reduce(total)
     return {"rank": rank, "total": total}
+
+
+def say_and_wait(rank):
+    """Says something at once, and ends a second later."""
+    sys.stderr.write(f"layout {rank} is done\n")
+    time.sleep(1)
+    sys.stderr.write("all are done\n")
+    return time.time()
 
 
 def fail_on_rank_1(rank):
@@ -46,3 +55,16 @@ def test_one_failing_rank_ends_all_and_its_message_is_shown():
 def test_ranks_that_never_finish_are_ended():
     with pytest.raises(RuntimeError, match=r"not finished after 1 s, exit codes \[-9, -9\]"):
         run_ranks(__file__, "wait_for_ever", world_size=2, timeout_s=1)
+
+
+def test_what_ranks_print_is_passed_on_before_they_end():
+    seen = {}
+    ended = run_ranks(
+        __file__,
+        "say_and_wait",
+        world_size=2,
+        echo=lambda line: seen.setdefault(line.partition("rank ")[2], time.time()),
+    )
+    for rank in range(2):
+        assert seen[f"{rank}] layout {rank} is done"] < ended[rank]
+        assert f"{rank}] all are done" in seen
