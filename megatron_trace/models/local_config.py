@@ -9,6 +9,8 @@ import torch.nn.functional as F
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnBackend
 
+from megatron_trace.models.architecture import Architecture
+
 
 def local_config(**fields: Any) -> TransformerConfig:
     """Gives a configuration in FP32 with gated SiLU, RMSNorm, q/k norm, no bias and no dropout.
@@ -47,3 +49,16 @@ def local_moe_config(**fields: Any) -> TransformerConfig:
         "moe_enable_routing_replay": True,
     }
     return local_config(**(common | fields))
+
+
+def architecture_config(
+    architecture: Architecture, *, mtp: bool = False, **fields: Any
+) -> TransformerConfig:
+    """Gives the configuration of a published model, or of one with its structure.
+
+    Args:
+        architecture: The model.
+        mtp: Whether the layer of multi-token prediction is built.
+        **fields: Fields of `TransformerConfig` that are to be otherwise.
+    """
+    return local_moe_config(**architecture.transformer_fields(mtp=mtp) | fields)
