@@ -78,6 +78,40 @@ def flash_attention_not_needed() -> Iterator[None]:
         attention.HAVE_FA3 = previous
 
 
+@contextlib.contextmanager
+def fla_not_needed() -> Iterator[None]:
+    """Lets Megatron build a Gated DeltaNet without flash-linear-attention, inside the context.
+
+    `_GDNBase.__init__` raises unless fla is installed, also if a subclass brings its own kernels.
+    The check reads the module's flag only; which kernels are there the package's own `HAVE_FLA`
+    still tells.
+    """
+    require_version("megatron-core", MEGATRON_CORE, "fla_not_needed")
+    from megatron.core.ssm.gated_delta_net import common
+
+    previous = common.HAVE_FLA
+    common.HAVE_FLA = True
+    try:
+        yield
+    finally:
+        common.HAVE_FLA = previous
+
+
+def head_order_of_cp(sections: tuple[int, ...], cp_size: int) -> torch.Tensor:
+    """Gives the order of the columns in which equal parts are the heads of a context-parallel rank.
+
+    Args:
+        sections: Columns of each part of Gated DeltaNet's input projection on this rank.
+        cp_size: Context-parallel ranks.
+    """
+    require_version("megatron-core", MEGATRON_CORE, "head_order_of_cp")
+    from megatron.core.ssm.gated_delta_net import common
+
+    return common._build_head_perm_for_split_sections(
+        sections, cp_size, torch.cuda.current_device()
+    )
+
+
 def restore_attention_methods(attention: torch.nn.Module) -> None:
     """Undoes ModelOpt's replacement of two methods on an attention instance.
 

@@ -15,6 +15,7 @@ from megatron_trace.hints.types import HINT_BITS, QuantisedParts
 Method = Literal["bf16", "qat", "trace"]
 Experts = Literal["auto", "local", "te", "te_recipe"]
 Implementation = Literal["auto", "torch", "triton"]
+DeltaRule = Literal["auto", "torch", "fla"]
 HintScales = Literal["raw", "residue"]
 NumberFormatName = Literal["nvfp4", "nvfp4_4over6", "mxfp4", "mxfp4_w4a8"]
 SITES_OF_PARTS = {"experts": ("fc1", "fc2"), "kv": ("k", "v")}
@@ -68,6 +69,8 @@ class TraceConfig:
             one of ours, else `local`.
         implementation: Kernels of the number formats: `torch`, `triton`, or `auto` (Triton where
             the tensor is on a GPU).
+        delta_rule: Kernels of Gated DeltaNet layers: `torch`, `fla` (flash-linear-attention's), or
+            `auto` (fla on a GPU, torch on a CPU or with --deterministic-mode).
     """
 
     method: Method = "trace"
@@ -88,6 +91,7 @@ class TraceConfig:
     save_packed_activations: bool = False
     experts: Experts = "auto"
     implementation: Implementation = "auto"
+    delta_rule: DeltaRule = "auto"
 
     def __post_init__(self) -> None:
         """Raises ValueError on a value out of range or on contradictory settings."""
@@ -141,6 +145,10 @@ class TraceConfig:
             "experts",
             "auto, local, te or te_recipe",
             self.experts,
+        )
+        known = get_args(DeltaRule)
+        _require(
+            self.delta_rule in known, "delta_rule", f"one of {', '.join(known)}", self.delta_rule
         )
         if self.method == "bf16" and self.diagnostic_share > 0:
             raise ValueError(

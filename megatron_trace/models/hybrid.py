@@ -21,6 +21,7 @@ from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols, parse_h
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.parallel_state import is_pipeline_first_stage, is_pipeline_last_stage
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.ssm.gated_delta_net import GatedDeltaNetSubmodules
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
@@ -40,7 +41,9 @@ from megatron.core.transformer.transformer_layer import (
     TransformerLayerSubmodules,
 )
 
+from megatron_trace.config import DeltaRule
 from megatron_trace.models.attention import SDPACoreAttention
+from megatron_trace.models.gated_delta_net import LocalGatedDeltaNet
 from megatron_trace.models.moe import DispatchInputMoELayer, UnweightedSequentialMLP
 from megatron_trace.models.norm import RMSNorm
 from megatron_trace.models.routing import forget_global_replay_instances
@@ -63,6 +66,8 @@ class HybridModules:
         experts: Routed experts.
         expert_fc1: First linear of a routed expert.
         expert_fc2: Second linear of a routed expert.
+        gated_delta_net: Gated DeltaNet module; the engine's keeps the states of requests.
+        delta_rule: Kernels of Gated DeltaNet layers.
     """
 
     self_attention: type[SelfAttention] = SelfAttention
@@ -71,6 +76,8 @@ class HybridModules:
     experts: type = UnweightedSequentialMLP
     expert_fc1: type = ColumnParallelLinear
     expert_fc2: type = RowParallelLinear
+    gated_delta_net: type[LocalGatedDeltaNet] = LocalGatedDeltaNet
+    delta_rule: DeltaRule = "auto"
 
 
 @dataclass(frozen=True)
@@ -171,6 +178,17 @@ def attention_spec(modules: HybridModules, *, qk_layernorm: bool) -> ModuleSpec:
     )
 
 
+def gated_delta_net_spec(modules: HybridModules) -> ModuleSpec:
+    """Gives the spec of a Gated DeltaNet."""
+    return ModuleSpec(
+        module=modules.gated_delta_net,
+        params={"delta_rule": modules.delta_rule},
+        submodules=GatedDeltaNetSubmodules(
+            in_proj=ColumnParallelLinear, out_norm=RMSNorm, out_proj=RowParallelLinear
+        ),
+    )
+
+
 def moe_builder(modules: HybridModules, *, num_experts: int) -> Any:
     """Gives what builds a MoE layer from a configuration.
 
@@ -187,7 +205,7 @@ def moe_builder(modules: HybridModules, *, num_experts: int) -> Any:
 def hybrid_stack_spec(
     modules: HybridModules, *, num_experts: int, qk_layernorm: bool
 ) -> ModuleSpec:
-    """Gives the layer specs of attention (`*`), dense MLP (`-`) and MoE (`E`) layers.
+    """Gives the layer specs of `*`, `G`, `-` and `E`: attention, Gated DeltaNet, dense MLP, MoE.
 
     Args:
         modules: Classes of this side.
@@ -213,6 +231,14 @@ def hybrid_stack_spec(
                 submodules=TransformerLayerSubmodules(
                     input_layernorm=RMSNorm,
                     self_attention=attention_spec(modules, qk_layernorm=qk_layernorm),
+                    self_attn_bda=bias_dropout_add,
+                ),
+            ),
+            gdn_layer=ModuleSpec(
+                module=TransformerLayer,
+                submodules=TransformerLayerSubmodules(
+                    input_layernorm=RMSNorm,
+                    self_attention=gated_delta_net_spec(modules),
                     self_attn_bda=bias_dropout_add,
                 ),
             ),
@@ -263,13 +289,14 @@ def build_hybrid_model(
     post_process: bool | None = None,
     vp_stage: int | None = None,
 ) -> HybridModel:
-    """Builds a HybridModel of attention, MLP and MoE layers on this process's device.
+    """Builds a HybridModel of attention, Gated DeltaNet, MLP and MoE layers on this device.
 
     Args:
         config: Model configuration; `num_layers` counts pattern positions.
-        pattern: Hybrid layer pattern, such as `*E*E`, or `*-*E` with a dense MLP. `|` ends a
-            pipeline stage: `*E*|E` gives two; stage i of p ranks and v virtual stages goes to rank
-            i % p as its virtual stage i // p. `/` begins the layers of multi-token prediction.
+        pattern: Hybrid layer pattern, such as `*E*E`, `*-*E` with a dense MLP, or `GEGEGE*E` with
+            three Gated DeltaNets to an attention. `|` ends a pipeline stage: `*E*|E` gives two;
+            stage i of p ranks and v virtual stages goes to rank i % p as its virtual stage i // p.
+            `/` begins the layers of multi-token prediction.
         vocab_size: Rows of the embedding.
         max_sequence_length: Longest sequence in tokens.
         modules: Classes of this side.
@@ -284,11 +311,16 @@ def build_hybrid_model(
             `num_moe_experts` or the pipeline.
     """
     main = _main_pattern(pattern)
-    unknown = sorted(set(main) - {Symbols.ATTENTION, Symbols.MLP, Symbols.MOE})
+    unknown = sorted(set(main) - {Symbols.ATTENTION, Symbols.GDN, Symbols.MLP, Symbols.MOE})
     if unknown:
         raise ValueError(
-            f"pattern {pattern!r} has layers {unknown}; the local spec builds attention (*), MLP "
-            "(-) and MoE (E) layers only"
+            f"pattern {pattern!r} has layers {unknown}; the local spec builds attention (*), Gated "
+            "DeltaNet (G), MLP (-) and MoE (E) layers only"
+        )
+    if modules.delta_rule != "auto" and Symbols.GDN not in main:
+        raise ValueError(
+            f"delta_rule={modules.delta_rule} has no effect with pattern {pattern!r}, which has no "
+            "Gated DeltaNet (G); leave it out"
         )
     if len(main) != config.num_layers:
         raise ValueError(

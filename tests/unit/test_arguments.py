@@ -35,6 +35,7 @@ EVERY_FLAG = """
     --trace-save-packed-activations
     --trace-experts te
     --trace-implementation torch
+    --trace-delta-rule torch
 """
 EVERY_FIELD_CHANGED = TraceConfig(
     method="qat",
@@ -53,6 +54,7 @@ EVERY_FIELD_CHANGED = TraceConfig(
     save_packed_activations=True,
     experts="te",
     implementation="torch",
+    delta_rule="torch",
 )
 
 WITH_MEGATRON = """

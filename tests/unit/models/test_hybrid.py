@@ -69,6 +69,12 @@ def test_decoder_layers_give_attention_and_experts_of_each_layer():
         assert names == [(e, m) for e in range(16) for m in ("fc1", "fc2")]
 
 
+def test_a_gated_delta_net_has_experts_but_no_attention():
+    layers = decoder_layers(_model("GE*E"))
+    assert [layer.attention is None for layer in layers] == [True, False]
+    assert all(layer.moe is not None for layer in layers)
+
+
 def test_probability_after_fc2_gives_the_same_function_as_before_it():
     ours, theirs = _model(), _model(modules=HybridModules(experts=SequentialMLP))
     theirs.load_state_dict(ours.state_dict())
@@ -88,8 +94,8 @@ def test_a_causal_model_is_blind_to_padding_on_the_right():
 
 
 def test_a_pattern_with_other_layers_is_refused():
-    with pytest.raises(ValueError, match=r"attention \(\*\), MLP \(-\) and MoE"):
-        _model("GE*E")
+    with pytest.raises(ValueError, match=r"DeltaNet \(G\), MLP \(-\) and MoE"):
+        _model("ME*E")
 
 
 def test_a_pattern_of_another_length_than_num_layers_is_refused():
