@@ -222,6 +222,8 @@ def _take_apart(
         value = getattr(record, field.name)
         if field.name == "key" or field.name in _IDENTITY_FIELDS:
             continue
+        if value is None and field.default is None:
+            continue  # An optional field that is not there; readers that do not know it go on.
         if isinstance(value, torch.Tensor):
             stored["tensors"].append(field.name)
             tensors[f"{prefix}/{field.name}"] = value

@@ -306,6 +306,10 @@ class RolloutSample:
         policy_version: Version of the weights.
         settings_digest: Digest of the quantiser settings; empty for a BF16 rollout.
         finish_reason: `stop` (end token sampled) or `length`.
+        top_tokens: int32 [len(response_tokens), K]; the K most probable tokens of the distribution
+            that each token was sampled from, most probable first; None if not asked for.
+        top_logprobs: FP32, like top_tokens; their log-probabilities, -inf for tokens that the
+            sampling had filtered out (top-k, top-p).
     """
 
     sample_id: str
@@ -316,6 +320,8 @@ class RolloutSample:
     policy_version: int
     settings_digest: str
     finish_reason: str
+    top_tokens: torch.Tensor | None = None
+    top_logprobs: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         """Raises ValueError when lengths contradict each other."""
@@ -328,6 +334,26 @@ class RolloutSample:
             raise ValueError(
                 f"sample {self.sample_id}: routing must be [{self.num_rows}, layers, top-k]; got "
                 f"{tuple(self.routing.shape)}"
+            )
+        self._require_top()
+
+    def _require_top(self) -> None:
+        tops = {"top_tokens": torch.int32, "top_logprobs": torch.float32}
+        shapes: set[tuple[int, ...] | None] = set()
+        for name, dtype in tops.items():
+            top: torch.Tensor | None = getattr(self, name)
+            shapes.add(None if top is None else tuple(top.shape))
+            if top is not None and (
+                top.dtype != dtype or top.dim() != 2 or len(top) != len(self.response_tokens)
+            ):
+                raise ValueError(
+                    f"sample {self.sample_id}: {name} must be {dtype} [{len(self.response_tokens)},"
+                    f" K]; got {top.dtype} {tuple(top.shape)}"
+                )
+        if len(shapes) > 1:
+            raise ValueError(
+                f"sample {self.sample_id}: top_tokens and top_logprobs must have one shape or be "
+                f"None together; got {', '.join(map(str, shapes))}"
             )
 
     @property

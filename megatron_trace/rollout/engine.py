@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
-from megatron.core.inference.inference_request import DynamicInferenceRequest
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.transformer import TransformerConfig
 
@@ -28,7 +27,7 @@ from megatron_trace.rollout.quantize import (
 )
 from megatron_trace.rollout.recorder import Place, Recorder
 from megatron_trace.rollout.sampling import SamplingSettings
-from megatron_trace.rollout.serving import Server
+from megatron_trace.rollout.serving import Served, Server
 from megatron_trace.rollout.sites import RolloutSites
 from megatron_trace.rollout.storing import store_records
 from megatron_trace.rollout.weights import copy_weights, plain_digest, quantise_experts
@@ -254,7 +253,8 @@ class RolloutEngine:
             store: Gets the hints (method trace) and the full codes of diagnostic samples; None
                 records nothing.
             sampling: How tokens are sampled.
-            seed: Seed of the sampling; the same seed gives the same samples.
+            seed: Seed of the sampling. A sample's random numbers follow from it, the sample's name
+                and the token's position, so that they are the same in any other company.
 
         Returns:
             The samples in the order of the prompts.
@@ -273,6 +273,7 @@ class RolloutEngine:
             max_new_tokens=sampling.max_new_tokens,
             max_sequence_length=self.max_sequence_length,
             vocab_size=self.model.vocab_size,
+            top_logprobs=sampling.top_logprobs,
             stored=() if store is None else store.sample_ids(),
         )
         if not prompts:
@@ -281,14 +282,12 @@ class RolloutEngine:
         self.sites.calls.clear()
         keep = store is not None and bool(self._recorder.places)
         try:
-            requests = self._server.run(
-                prompts, sample_ids, sampling=sampling, seed=seed, keep=keep
-            )
+            served = self._server.run(prompts, sample_ids, sampling=sampling, seed=seed, keep=keep)
             self._require_quantisers_ran()
             digest = self._settings.digest() if self._settings is not None else ""
             samples = [
-                self._sample(sample_id, request, digest)
-                for sample_id, request in zip(sample_ids, requests, strict=True)
+                self._sample(sample_id, one, digest)
+                for sample_id, one in zip(sample_ids, served, strict=True)
             ]
             storing = time.perf_counter()
             if store is not None and keep:
@@ -332,12 +331,11 @@ class RolloutEngine:
                 store.drop_sample(sample.sample_id)
             raise
 
-    def _sample(
-        self, sample_id: str, request: DynamicInferenceRequest, settings_digest: str
-    ) -> RolloutSample:
+    def _sample(self, sample_id: str, served: Served, settings_digest: str) -> RolloutSample:
         assert self._policy_version is not None, "checked by generate"
+        request, sampled = served.request, served.sampled
         assert request.prompt_tokens is not None, "Megatron keeps the prompt of its own requests"
-        response = tuple(int(token) for token in request.generated_tokens)
+        response = tuple(sampled.tokens.tolist())
         routing = request.routing_indices
         if not self._has_experts:
             routing = torch.empty(len(request.prompt_tokens) + len(response) - 1, 0, 0)
@@ -347,11 +345,13 @@ class RolloutEngine:
             sample_id=sample_id,
             prompt_tokens=tuple(request.prompt_tokens.tolist()),
             response_tokens=response,
-            logprobs=torch.tensor(request.generated_log_probs, dtype=torch.float32),
+            logprobs=sampled.logprobs,
             routing=torch.as_tensor(routing, dtype=torch.int16),
             policy_version=self._policy_version,
             settings_digest=settings_digest,
             finish_reason="stop" if response[-1] == self._server.eod_token else "length",
+            top_tokens=sampled.top_tokens,
+            top_logprobs=sampled.top_logprobs,
         )
 
     def _places(self) -> list[Place]:

@@ -15,6 +15,7 @@ def require_usable(
     max_new_tokens: int,
     max_sequence_length: int,
     vocab_size: int,
+    top_logprobs: int,
     stored: Collection[str],
 ) -> None:
     """Checks prompts and names of samples.
@@ -25,12 +26,16 @@ def require_usable(
         max_new_tokens: Tokens sampled per prompt at most.
         max_sequence_length: Longest prompt and response together.
         vocab_size: Rows of the embedding.
+        top_logprobs: Number of most probable tokens that are reported.
         stored: Samples that the hint store has already.
 
     Raises:
         ValueError: Counts differ, a name is used twice or stored already, or a prompt is empty,
-            too long for the context, or has a token outside the vocabulary.
+            too long for the context, or has a token outside the vocabulary; or more tokens are to
+            be reported than there are.
     """
+    if top_logprobs > vocab_size:
+        raise ValueError(f"top_logprobs={top_logprobs} exceeds the vocabulary of {vocab_size}")
     if len(prompts) != len(sample_ids):
         raise ValueError(f"{len(prompts)} prompts, but {len(sample_ids)} sample ids")
     twice = [sample_id for sample_id, count in Counter(sample_ids).items() if count > 1]

@@ -1,13 +1,25 @@
-"""How the rollout samples tokens, and a sampler that samples from what it reports."""
+"""How the rollout samples: settings, the sampling distribution, random numbers of each sample.
+
+Legend: N rows, a logit row per request of a step; V tokens of the vocabulary; K most probable
+tokens that are kept.
+"""
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
+import numpy as np
 import torch
-from megatron.core.inference.sampling.torch_sampling import TorchSampling
 from megatron.core.inference.sampling_params import SamplingParams
+
+LogprobKind = Literal["sampling", "raw"]
+
+# Values of one chunk of rows in FP64, so that a large vocabulary does not need much memory.
+_CHUNK_VALUES = 2**24
+_UINT64 = 2**64
 
 
 @dataclass(frozen=True)
@@ -17,10 +29,16 @@ class SamplingSettings:
     Attributes:
         max_new_tokens: Tokens sampled per prompt at most, the end token included.
         temperature: Divides the logits.
-        top_p: Share of the probability that the kept tokens reach; 0 keeps all.
-        top_k: Number of most probable tokens kept; 0 keeps all.
+        top_p: The most probable tokens that together reach this probability are kept; 0 keeps all.
+        top_k: Number of most probable tokens kept; 0 keeps all. With top_p too, top_p is a share
+            of what top_k kept. Tokens as probable as the last one kept are kept too.
         greedy: Take the most probable token. The log-probs reported are then those of the
             model at temperature 1, because a choice without chance has none of its own.
+        logprobs: Which distribution the reported log-probs are of: the one that is sampled from
+            (`sampling`: after temperature, top_k and top_p), or the model's at temperature 1
+            (`raw`).
+        top_logprobs: Number of most probable tokens reported with each sampled one, with their
+            log-probs in the same distribution; 0 reports none.
     """
 
     max_new_tokens: int
@@ -28,6 +46,8 @@ class SamplingSettings:
     top_p: float = 0.0
     top_k: int = 0
     greedy: bool = False
+    logprobs: LogprobKind = "sampling"
+    top_logprobs: int = 0
 
     def __post_init__(self) -> None:
         """Raises ValueError on a value out of range or on contradictory settings."""
@@ -36,54 +56,91 @@ class SamplingSettings:
             ("temperature", self.temperature > 0, "> 0 (greedy=True takes the best token)"),
             ("top_p", 0 <= self.top_p <= 1, "from 0 to 1"),
             ("top_k", self.top_k >= 0, ">= 0"),
+            ("logprobs", self.logprobs in ("sampling", "raw"), "sampling or raw"),
+            ("top_logprobs", self.top_logprobs >= 0, ">= 0"),
         ):
             if not ok:
                 raise ValueError(f"{name} must be {expected}; got {getattr(self, name)}")
-        if self.top_k and self.top_p:
-            raise ValueError(
-                f"top_k={self.top_k} and top_p={self.top_p} cannot be combined in Megatron's "
-                "sampler; set one of them to 0"
-            )
         if self.greedy and (self.top_k or self.top_p or self.temperature != 1.0):
             raise ValueError("greedy=True contradicts temperature, top_k and top_p; leave them out")
 
-    @property
-    def logprobs_mode(self) -> Literal["raw_logprobs", "processed_logprobs"]:
-        """Megatron's name for the distribution whose log-probs are reported."""
-        return "raw_logprobs" if self.greedy else "processed_logprobs"
-
-    def to_megatron(self, eod_token: int) -> SamplingParams:
-        """Gives Megatron's sampling parameters of one request."""
+    def to_megatron(self, end_token: int) -> SamplingParams:
+        """Gives Megatron's parameters of one request; `RowSampler` does what they leave out."""
         return SamplingParams(
-            temperature=self.temperature,
-            top_k=1 if self.greedy else self.top_k,
-            top_p=self.top_p,
-            return_log_probs=True,
-            skip_prompt_log_probs=True,
             num_tokens_to_generate=self.max_new_tokens,
-            termination_id=eod_token,
+            termination_id=end_token,
+            skip_prompt_log_probs=True,
         )
 
 
-class Float32Sampling(TorchSampling):
-    """Megatron's sampler on FP32 logits.
+def sampling_logprobs(logits: torch.Tensor, settings: SamplingSettings) -> torch.Tensor:
+    """Gives the log-probs of the distribution that tokens are sampled from.
 
-    Megatron 0.19.2 samples from the softmax of the model's BF16 logits, yet reports log-probs from
-    FP32: probabilities differ by up to 0.4 %, and with top-p a sampled token may have log-prob
-    -inf, since the two sets of kept tokens differ.
+    Args:
+        logits: FP32 [N, V].
+        settings: Temperature, top_k and top_p.
+
+    Returns:
+        FP32 [N, V]; -inf for tokens that are filtered out.
     """
+    scaled = logits / settings.temperature
+    if 0 < settings.top_k < scaled.shape[1]:
+        last_kept = scaled.topk(settings.top_k, dim=-1).values[:, -1:]
+        scaled = scaled.masked_fill(scaled < last_kept, -torch.inf)
+    if 0 < settings.top_p < 1:
+        ordered = scaled.sort(dim=-1, descending=True).values
+        probabilities = ordered.softmax(-1)
+        # A token is kept if those before it do not reach top_p without it.
+        is_kept = probabilities.cumsum(-1) - probabilities < settings.top_p
+        is_kept[:, 0] = True
+        last_kept = ordered.masked_fill(~is_kept, torch.inf).amin(-1, keepdim=True)
+        scaled = scaled.masked_fill(scaled < last_kept, -torch.inf)
+    return scaled.log_softmax(-1)
 
-    def sample_kernel(
-        self, logits: torch.Tensor, n: int, context: Any, **kwargs: Any
-    ) -> torch.Tensor:
-        """Gives token ids int64 [n] sampled from logits [rows >= n, vocabulary].
 
-        Raises:
-            RuntimeError: A logit is NaN or Inf.
-        """
-        logits = logits.float()
-        if not torch.isfinite(logits[:n]).all():
-            raise RuntimeError(
-                "NaN or Inf logits in the rollout; check the weights that were pushed"
-            )
-        return super().sample_kernel(logits, n, context, **kwargs)
+def draw(logprobs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    """Gives the tokens, int64 [N], at which the distributions pass given numbers.
+
+    Args:
+        logprobs: FP32 [N, V].
+        uniform: FP64 [N], from 0 to 1.
+    """
+    rows = max(1, _CHUNK_VALUES // logprobs.shape[1])
+    tokens = []
+    for part, numbers in zip(logprobs.split(rows), uniform.split(rows), strict=True):
+        passed = part.double().exp().cumsum(-1)
+        # Tokens without probability leave the sum as it is, so that none of them is first past it.
+        tokens.append(torch.searchsorted(passed, numbers[:, None] * passed[:, -1:], right=True))
+    return torch.cat(tokens)[:, 0]
+
+
+def sample_seed(seed: int, sample_id: str) -> int:
+    """Gives the 64-bit seed of one sample of a rollout, from the rollout's seed and its name."""
+    digest = hashlib.sha256(f"{seed}/{sample_id}".encode()).digest()
+    return int.from_bytes(digest[:8], "big")
+
+
+def uniform_numbers(seeds: Sequence[int], positions: np.ndarray) -> np.ndarray:
+    """Gives the random number of a token position of a sample, whatever else is sampled.
+
+    Args:
+        seeds: 64-bit seed of each sample, [N].
+        positions: integer [N], position that the sampled token will have.
+
+    Returns:
+        FP64 [N], multiples of 2^-50 from 0 up to 1, without 1.
+
+    Source: SplitMix64 (Steele, Lea, Flood 2014) as a counter-based generator: its state after
+    `position` steps, scrambled twice.
+    """
+    states = np.array([seed % _UINT64 for seed in seeds], dtype=np.uint64)
+    with np.errstate(over="ignore"):
+        states = _scrambled(states) + positions.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    return (_scrambled(states) >> np.uint64(14)).astype(np.float64) * 2.0**-50
+
+
+def _scrambled(states: np.ndarray) -> np.ndarray:
+    with np.errstate(over="ignore"):
+        states = (states ^ (states >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        states = (states ^ (states >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return states ^ (states >> np.uint64(31))

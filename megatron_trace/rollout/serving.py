@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 from megatron.core.inference.config import InferenceConfig, MambaInferenceStateConfig
@@ -27,7 +28,8 @@ from megatron_trace.rollout.kv_cache import (
     PlainKVContext,
     kv_bytes_per_token,
 )
-from megatron_trace.rollout.sampling import Float32Sampling, SamplingSettings
+from megatron_trace.rollout.row_sampler import RowSampler, Sampled
+from megatron_trace.rollout.sampling import SamplingSettings, sample_seed
 from megatron_trace.rollout.sites import RolloutSites
 
 # Megatron pads every step to a multiple of this many tokens.
@@ -51,6 +53,19 @@ class TokenIds:
     def detokenize(self, ids: Sequence[int]) -> str:
         """Gives no text; Megatron asks for it when a request finishes."""
         return ""
+
+
+@dataclass(frozen=True)
+class Served:
+    """A request that finished.
+
+    Attributes:
+        request: Megatron's request.
+        sampled: What was sampled for it.
+    """
+
+    request: DynamicInferenceRequest
+    sampled: Sampled
 
 
 class Server:
@@ -107,7 +122,8 @@ class Server:
             GPTInferenceWrapper(cast("Any", model), self.context),
             TokenIds(model.vocab_size, eod_token),
         )
-        compat.set_sampler(controller, Float32Sampling(controller.sampling_rng, model.vocab_size))
+        self._sampler = RowSampler()
+        compat.set_sampler(controller, self._sampler)
         with compat.inference_mode_of_process(), global_replay_instances(model):
             self._engine = DynamicInferenceEngine(controller, self.context)
 
@@ -119,14 +135,14 @@ class Server:
         sampling: SamplingSettings,
         seed: int,
         keep: bool,
-    ) -> list[DynamicInferenceRequest]:
+    ) -> list[Served]:
         """Generates a response to every prompt.
 
         Args:
             prompts: Token ids.
             sample_ids: Name of each sample.
             sampling: How tokens are sampled.
-            seed: Seed of the sampling.
+            seed: Seed of the sampling; each sample has its own, of this and its name.
             keep: Whether the recorder keeps rows; take them before the next run.
 
         Returns:
@@ -137,9 +153,8 @@ class Server:
         """
         self._engine.reset()
         self.context.finished_routing.clear()
-        controller = self._engine.controller
-        controller.sampling_rng.manual_seed(seed)
-        self.context.config.logprobs_mode = sampling.logprobs_mode
+        seeds = {n: sample_seed(seed, sample_id) for n, sample_id in enumerate(sample_ids)}
+        self._sampler.begin(sampling, seeds)
         self.sites.recorder.start(sample_ids, 0, keep=keep)
         parameters = sampling.to_megatron(self.eod_token)
         finished: dict[int, DynamicInferenceRequest] = {}
@@ -167,12 +182,15 @@ class Server:
             if request is None or request.status != Status.COMPLETED:
                 status = "lost" if request is None else request.status
                 raise RuntimeError(f"sample {sample_id}: Megatron's engine left it {status}")
-        return [finished[request_id] for request_id in range(len(prompts))]
+        sampled = self._sampler.sampled()
+        self._sampler.end()
+        return [Served(finished[number], sampled[number]) for number in range(len(prompts))]
 
     def reset(self) -> None:
         """Drops all requests and what was recorded of them, after an error too."""
         compat.restore_linear_functions()
         self.sites.recorder.stop()
+        self._sampler.end()
         self._engine.reset()
 
 

@@ -53,6 +53,7 @@ def tiny_engine(
     eod_token: int = EOD_TOKEN,
     config: Mapping[str, Any] | None = None,
     rotary_base: int = 10_000,
+    max_requests: int = 64,
     **trace: Any,
 ) -> RolloutEngine:
     """Builds an engine with pages of 16 tokens.
@@ -64,6 +65,7 @@ def tiny_engine(
         eod_token: Token that ends a response.
         config: Fields of `TransformerConfig` to set otherwise.
         rotary_base: Base period of RoPE.
+        max_requests: Requests that run at a time.
         **trace: Fields of `TraceConfig`.
     """
     engine = RolloutEngine(
@@ -74,6 +76,7 @@ def tiny_engine(
         rotary_base=rotary_base,
         trace=TraceConfig(method=method, **trace),
         eod_token=eod_token,
+        max_requests=max_requests,
         block_size_tokens=16,
     )
     if weights is not None:

@@ -110,6 +110,9 @@ def test_last_token_of_a_sample_has_no_row() -> None:
         ({"logprobs": torch.zeros(3)}, "2 response tokens, but log-probs of shape"),
         ({"routing": SAMPLE.routing[:3]}, r"routing must be \[4, layers, top-k\]"),
         ({"routing": SAMPLE.routing[:, 0]}, r"routing must be \[4, layers, top-k\]"),
+        ({"top_logprobs": torch.zeros(2, 3)}, "top_tokens and top_logprobs must have one shape"),
+        ({"top_logprobs": torch.zeros(3, 3)}, r"top_logprobs must be torch.float32 \[2, K\]"),
+        ({"top_tokens": torch.zeros(2, 3)}, r"top_tokens must be torch.int32 \[2, K\]"),
     ],
 )
 def test_sample_whose_lengths_disagree_is_refused(change: dict, message: str) -> None:

@@ -5,6 +5,7 @@ import json
 import math
 
 import pytest
+import torch
 
 from megatron_trace.hints.files_writer import HintFilesWriter
 from megatron_trace.hints.settings_file import load_settings, save_settings, settings_record
@@ -47,6 +48,22 @@ def test_samples_come_back_with_rewards_advantages_and_settings(tmp_path):
     assert [folder[i].reward for i in range(4)] == [1.0, 0.0, 1.0, 1.0]
     assert folder.settings == SETTINGS
     assert folder.hints.findings == ()
+
+
+def test_the_most_probable_tokens_of_a_sample_come_back(tmp_path):
+    (sample, other) = samples("a", "b")
+    shape = (len(sample.response_tokens), 4)
+    top = {
+        "top_tokens": torch.arange(shape[0] * 4, dtype=torch.int32).view(shape),
+        "top_logprobs": torch.full(shape, -torch.inf),
+    }
+    with HintFilesWriter(tmp_path) as files:
+        written = [dataclasses.replace(sample, **top), other]
+        commit_rollouts(files, written, rewards({"a": 1.0, "b": 0.0}), SETTINGS)
+    folder = RolloutFolder(tmp_path, settle=False)
+    for name, values in top.items():
+        assert torch.equal(getattr(folder[0].sample, name), values)
+        assert getattr(folder[1].sample, name) is None
 
 
 def test_groups_of_which_samples_are_missing_are_left_out_and_named(tmp_path):

@@ -204,6 +204,45 @@ def test_no_prompts_give_no_samples(trace_engine):
     assert len(store) == 0
 
 
+@pytest.mark.parametrize("share", [1, 3])
+def test_a_sample_is_the_same_in_any_company(trace_engine, weights, share):
+    """Alone, among others, in another order, and with other requests beside it at a time."""
+    prompts, ids = random_prompts(24), [f"s{index}" for index in range(24)]
+    samples, store = roll_out(trace_engine, prompts, sample_ids=ids)
+    chosen = list(range(0, 24, 4))[::-share]
+    engine = tiny_engine(weights, hint_layers="all", diagnostic_share=1.0, max_requests=3)
+    for rollout_engine in (trace_engine, engine):
+        others = roll_out(
+            rollout_engine, [prompts[n] for n in chosen], sample_ids=[ids[n] for n in chosen]
+        )
+        assert_same_rollout(([samples[n] for n in chosen], store), others)
+
+
+@pytest.mark.parametrize("kind", ["sampling", "raw"])
+def test_the_most_probable_tokens_are_those_of_the_reported_distribution(bf16_engine, kind):
+    sampling = {"top_k": 4, "temperature": 0.7, "logprobs": kind, "top_logprobs": 6}
+    samples, _ = roll_out(bf16_engine, random_prompts(10), **sampling)
+    for sample in samples:
+        tops, values = sample.top_tokens, sample.top_logprobs
+        assert tops.shape == values.shape == (len(sample.response_tokens), 6)
+        assert torch.equal(values, values.sort(dim=-1, descending=True).values)
+        rows = torch.tensor(sample.response_tokens)[:, None] == tops
+        assert (rows.sum(-1) == 1).all(), "a sampled token is one of the four that are kept"
+        assert torch.equal(values[rows], sample.logprobs)
+        if kind == "sampling":
+            # BF16 logits tie, and a token as probable as the fourth is kept too.
+            assert (values.exp().sum(-1) - 1).abs().max() < 1e-5
+            assert (values[:, 5:] == -torch.inf).all()
+        else:
+            assert torch.isfinite(values).all()
+            assert (values.exp().sum(-1) < 1).all()
+
+
+def test_more_most_probable_tokens_than_there_are_tokens_are_refused(bf16_engine):
+    with pytest.raises(ValueError, match="top_logprobs=17 exceeds the vocabulary of 16"):
+        roll_out(bf16_engine, random_prompts(1), top_logprobs=17)
+
+
 @pytest.mark.parametrize(
     "sampling",
     [{"temperature": 0.5}, {"top_k": 3}, {"top_p": 0.6}, {"temperature": 2.0, "top_k": 5}],
