@@ -291,6 +291,8 @@ def build_hybrid_model(
 ) -> HybridModel:
     """Builds a HybridModel of attention, Gated DeltaNet, MLP and MoE layers on this device.
 
+    With `init_model_with_meta_device`, inside `torch.device("meta")`, it stays where it is.
+
     Args:
         config: Model configuration; `num_layers` counts pattern positions.
         pattern: Hybrid layer pattern, such as `*E*E`, `*-*E` with a dense MLP, or `GEGEGE*E` with
@@ -354,6 +356,8 @@ def build_hybrid_model(
         vp_stage=vp_stage,
     )
     forget_global_replay_instances(model)
+    if config.init_model_with_meta_device:
+        return model
     # `use_cpu_initialization` gives the same weights on every machine, but leaves them on the CPU.
     return model.to(torch.cuda.current_device())
 

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils._device import _device_constructors
 
 CPU = torch.device("cpu")
 HOST_BYTES = 16 << 30
@@ -216,6 +217,8 @@ def _replace_random_states() -> None:
 
 
 def _map_cuda_devices_to_cpu() -> None:
+    # `with torch.device(...)` knows factories by identity, and is asked for those below ours.
+    _device_constructors()
     for name in _FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
     original_to = torch.Tensor.to

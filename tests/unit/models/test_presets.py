@@ -10,6 +10,7 @@ from megatron.training.arguments import parse_args, validate_args
 
 from megatron_trace.arguments import add_recorded_arguments
 from megatron_trace.models.architecture import Architecture
+from megatron_trace.models.meta_model import build_meta_model
 from megatron_trace.models.parameter_counts import parameter_counts
 from megatron_trace.models.presets import (
     NAME_2_4T,
@@ -20,6 +21,7 @@ from megatron_trace.models.presets import (
     preset,
     refuse_left_out,
 )
+from megatron_trace.testing.single_process import single_process
 
 LAUNCH = Path(__file__).parents[3] / "launch"
 RUN = "--seq-length 64 --max-position-embeddings 64 --micro-batch-size 1 --lr 1e-6"
@@ -27,6 +29,12 @@ RUN = "--seq-length 64 --max-position-embeddings 64 --micro-batch-size 1 --lr 1e
 GDN_2_4T = dict(zip(UNKNOWN_FIELDS[NAME_2_4T], (16, 64, 128, 128), strict=True))
 EVERY = [*PRESETS.values(), preset(NAME_2_4T, **GDN_2_4T)]
 every_preset = pytest.mark.parametrize("architecture", EVERY, ids=lambda a: a.name)
+
+
+@pytest.fixture
+def one_rank():
+    with single_process(seed=0):
+        yield
 
 
 def file_of(architecture: Architecture) -> Path:
@@ -81,6 +89,26 @@ def test_parameters_are_those_that_are_advertised(architecture):
         assert counts.active == pytest.approx(architecture.advertised_active, rel=rel)
     else:
         assert architecture.left_out, "only what is left out makes a number meaningless"
+
+
+def assert_built_as_counted(architecture, *, mtp):
+    model = build_meta_model(architecture, mtp=mtp)
+    counts = parameter_counts(architecture)
+    assert sum(p.numel() for p in model.parameters()) == counts.total + mtp * counts.mtp
+    real = sum(p.numel() for p in model.parameters() if not p.is_meta)
+    assert real < counts.total / 1000, "weights that take memory"
+
+
+@every_preset
+@pytest.mark.usefixtures("one_rank")
+def test_a_block_of_each_model_is_built_with_the_counted_parameters(architecture):
+    block = dataclasses.replace(architecture, num_layers=4)
+    assert_built_as_counted(block, mtp=True)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_whole_model_is_built_with_the_counted_parameters():
+    assert_built_as_counted(QWEN3_5_35B_A3B, mtp=False)
 
 
 @pytest.mark.parametrize(
