@@ -20,13 +20,19 @@ from megatron_trace.testing import cpu_runtime
 cpu_runtime.install()
 
 import argparse
+import contextlib
+import dataclasses
 import datetime
 import importlib
 import logging
 import math
+import multiprocessing
 import platform
 import subprocess
+import traceback
+from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
+from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +56,8 @@ SETTINGS = {
     ("smollm2_moe", "cpu"): StudySettings("cpu", num_samples=12, max_new_tokens=24, short=True),
     ("smollm2_moe", "h200"): StudySettings("h200", num_samples=128, max_new_tokens=64),
 }
+# Time that helping processes get for the cells they have begun when time is up.
+GRACE_S = 20.0
 PACKAGES = ("torch", "triton", "megatron-core", "nvidia-modelopt", "reasoning-gym", "numpy")
 
 
@@ -66,12 +74,21 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--only", nargs="+", default=[], help="questions or cells, such as sites gradient/qat"
     )
+    parser.add_argument(
+        "--processes", type=int, default=1, help="that share the cells, and all GPUs"
+    )
+    parser.add_argument(
+        "--rehearse", action="store_true", help="with a hardly trained model (moe_100m only)"
+    )
     parser.add_argument("--no-report", action="store_true", help="write the raw rows only")
     parser.add_argument(
         "--max-seconds", type=float, default=math.inf, help="after which no cell is begun"
     )
     parser.add_argument("--commit", help="commit to name in the report (default: ask git)")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.rehearse and options.model != "moe_100m":
+        parser.error("--rehearse is for --model moe_100m")
+    return options
 
 
 def header_of(options: argparse.Namespace) -> dict[str, Any]:
@@ -113,15 +130,13 @@ def main(arguments: list[str] | None = None) -> int:
     warnings.filterwarnings("ignore")  # Megatron and torch announce deprecations of their parts.
     logging.disable(logging.WARNING)
     options = parse_options(arguments)
-    if options.model:
-        run_study(options)
+    failed = run_study(options) if options.model else 0
     if options.no_report:
-        return 0
+        return 1 if failed else 0
     results = [load_study(path) for path in sorted(options.out.glob("*.jsonl.gz"))]
     if not results:
         raise SystemExit(f"error: {options.out} holds no study; name a --model to run one")
     report = write_report(results, options.out)
-    failed = 0
     for result in results:
         name = f"{result.header['model']}-{result.header['setting']}"
         for control in check_controls(result):
@@ -131,23 +146,70 @@ def main(arguments: list[str] | None = None) -> int:
     return 1 if failed else 0
 
 
-def run_study(options: argparse.Namespace) -> None:
-    """Trains or reads the model, computes the missing cells, writes the raw rows."""
-    if not torch.cuda.is_available():
+def run_study(options: argparse.Namespace) -> int:
+    """Trains or reads the model, computes the missing cells, writes the raw rows.
+
+    Returns:
+        Number of processes in which a cell failed.
+    """
+    context = multiprocessing.get_context("spawn")
+    trained = context.Event()
+    helpers = [
+        context.Process(target=_help, args=(options, number, trained), daemon=True)
+        for number in range(1, options.processes)
+    ]
+    for helper in helpers:
+        helper.start()
+    failed = 0
+    with _study(options) as study:
+        trained.set()
+        until = time.perf_counter() + options.max_seconds
+        try:
+            study.run(options.only, max_seconds=options.max_seconds)
+        except ExceptionGroup as errors:
+            traceback.print_exception(errors)
+            failed += 1
+        for helper in helpers:
+            left = until + GRACE_S - time.perf_counter()
+            helper.join(None if math.isinf(left) else max(left, 0.0))
+            helper.terminate()
+            failed += bool(helper.exitcode)
+        result = study.result()
+    save_study(options.out / f"{study.model.name}-{options.setting}.jsonl.gz", result)
+    return failed
+
+
+@contextlib.contextmanager
+def _study(options: argparse.Namespace, number: int = 0) -> Iterator[Study]:
+    """Gives the study of a process; the processes take the GPUs in turn."""
+    if not torch.cuda.is_available() or options.processes > 1:
         torch.set_num_threads(1)
     module = importlib.import_module(f"megatron_trace.study.{options.model}")
+    given = {"tasks": options.tasks} if options.tasks else {}
+    if options.rehearse:
+        given["recipe"] = module.REHEARSAL
+    settings = SETTINGS[options.model, options.setting]
+    if options.rehearse:
+        settings = dataclasses.replace(settings, num_samples=8, max_new_tokens=4)
     with single_process(seed=0):
-        given = {"tasks": options.tasks} if options.tasks else {}
-        model = module.load(options.work, **given)
-        study = Study(
-            model,
-            SETTINGS[options.model, options.setting],
+        if torch.cuda.is_available():
+            torch.cuda.set_device(number % torch.cuda.device_count())
+        yield Study(
+            module.load(options.work, **given),
+            settings,
             options.work,
             header=header_of(options),
             say=lambda line: print(f"{time.perf_counter() - STARTED_S:6.0f} s  {line}", flush=True),
         )
-        result = study.run(options.only, max_seconds=options.max_seconds)
-    save_study(options.out / f"{options.model}-{options.setting}.jsonl.gz", result)
+
+
+def _help(options: argparse.Namespace, number: int, trained: Event) -> None:
+    """Computes cells beside the process that trained the model."""
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.WARNING)
+    trained.wait()
+    with _study(options, number) as study:
+        study.run(options.only, max_seconds=options.max_seconds)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from megatron_trace.training.micro_batch import make_micro_batch
 from megatron_trace.training.model import token_logprobs
 
 # Pairs of positions of a micro-batch: Megatron's own attention keeps a score for each, per head.
-MAX_ATTENTION_PAIRS = 1 << 25
+MAX_ATTENTION_PAIRS = 1 << 26 if torch.cuda.is_available() else 1 << 25
 
 
 @dataclass(frozen=True, eq=False)

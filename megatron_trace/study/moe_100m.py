@@ -41,6 +41,7 @@ from megatron_trace.rl.tasks import (
 )
 from megatron_trace.study.chains import Chains
 from megatron_trace.study.experts_differ import experts_differ
+from megatron_trace.study.locks import locked
 from megatron_trace.study.model import StudyModel
 from megatron_trace.study.solving import accuracy, answer_loss
 from megatron_trace.study.split_experts import SplitExperts
@@ -123,6 +124,7 @@ class Recipe:
     """Everything that decides the weights, beside the problems.
 
     Attributes:
+        name: Name of the model.
         phases: What is trained on, one after another.
         hidden_size: Hidden size.
         num_layers: Decoder layers, each attention and MoE.
@@ -140,6 +142,7 @@ class Recipe:
         seed: Seed of weights and rows.
     """
 
+    name: str = "moe_100m"
     phases: tuple[Phase, ...] = (
         Phase(steps=624, num_rows=96, row_tokens=512, rows_at_once=96),
         Phase(steps=123, num_rows=8, row_tokens=8192, rows_at_once=8),
@@ -191,6 +194,17 @@ class Recipe:
 
 
 RECIPE = Recipe()
+# As wide, but of two layers and hardly trained: it tries the whole study in a minute.
+REHEARSAL = Recipe(
+    name="moe_100m_rehearsal",
+    phases=(
+        Phase(steps=2, num_rows=4, row_tokens=256, rows_at_once=4),
+        Phase(steps=1, num_rows=1, row_tokens=1024, rows_at_once=1),
+    ),
+    num_layers=2,
+    warmup_steps=1,
+    prompt_tokens=(16, 64, 700),
+)
 
 
 @dataclass
@@ -233,46 +247,67 @@ def make_tasks(*, items_per_task: int = ITEMS_PER_TASK, seed: int = 0) -> list[T
     return items_of_mix(mix, seed=seed, drop_characters=" []'\",")
 
 
-def load(work: Path, *, tasks: Path | None = None, recipe: Recipe = RECIPE) -> StudyModel:
+def load(
+    work: Path,
+    *,
+    tasks: Path | None = None,
+    recipe: Recipe = RECIPE,
+    experts: type[SplitExperts] = SplitExperts,
+) -> StudyModel:
     """Gives the trained model; trains it first, or further, if `work` does not hold it yet.
+
+    Of several processes the first trains, and the others wait for it.
 
     Args:
         work: Folder for the state of the training.
         tasks: JSONL file of the problems, made by `tools/moe_100m.py tasks`; None makes it here,
             which needs reasoning-gym.
         recipe: How it is trained.
+        experts: Routed experts while it is trained.
 
     Raises:
         ValueError: `work` holds the state of another recipe.
     """
-    items = load_tasks(tasks or _own_tasks(work))
+    finished = work / f"{recipe.name}.pt"
+    with locked(work / f"{recipe.name}.lock"):
+        if not finished.exists():
+            _write(finished, _trained(work, tasks or _own_tasks(work), recipe, experts))
+    state = _read(finished, recipe)
+    return StudyModel(
+        name=recipe.name,
+        config=model_config(recipe),
+        pattern=recipe.pattern,
+        vocab_size=state["vocab_size"],
+        context=recipe.context,
+        weights=state["weights"],
+        prompts=state["prompts"],
+        calibration=state["calibration"],
+        eod_token=END_TOKEN,
+        facts=state["facts"],
+    )
+
+
+def _trained(
+    work: Path, tasks: Path, recipe: Recipe, experts: type[SplitExperts]
+) -> dict[str, Any]:
+    """Trains, and gives all that a study needs, so that it does not read the problems again."""
+    items = load_tasks(tasks)
     tokenizer = CharTokenizer.of_tasks(items)
     train_items, held_out = split_tasks(
         items, num_held_out=min(NUM_HELD_OUT, len(items) // 10), seed=0
     )
     device = torch.cuda.current_device()
     chains = Chains(train_items, tokenizer, device)
-    unseen = Chains(held_out, tokenizer, device)
-    finished = work / "moe_100m.pt"
-    if not finished.exists():
-        work.mkdir(parents=True, exist_ok=True)
-        model, log = train(chains, tokenizer, recipe, work / "training.pt")
-        facts = _facts(model, unseen, recipe, log)
-        weights = {name: value.detach().cpu() for name, value in model.named_parameters()}
-        _write(finished, {"recipe": asdict(recipe), "weights": weights, "facts": facts})
-    state = _read(finished, recipe)
-    return StudyModel(
-        name="moe_100m",
-        config=model_config(recipe),
-        pattern=recipe.pattern,
-        vocab_size=tokenizer.vocab_size,
-        context=recipe.context,
-        weights=state["weights"],
-        prompts=_prompts(train_items, held_out, tokenizer, recipe),
-        calibration=_calibration(chains, recipe),
-        eod_token=END_TOKEN,
-        facts=state["facts"],
-    )
+    saved = work / f"{recipe.name}-training.pt"
+    model, log = train(chains, tokenizer, recipe, saved, experts)
+    return {
+        "recipe": asdict(recipe),
+        "weights": {name: value.detach().cpu() for name, value in model.named_parameters()},
+        "vocab_size": tokenizer.vocab_size,
+        "prompts": _prompts(train_items, held_out, tokenizer, recipe),
+        "calibration": _calibration(chains, recipe),
+        "facts": _facts(model, Chains(held_out, tokenizer, device), recipe, log),
+    }
 
 
 def _own_tasks(work: Path) -> Path:
@@ -283,7 +318,11 @@ def _own_tasks(work: Path) -> Path:
 
 
 def train(
-    chains: Chains, tokenizer: CharTokenizer, recipe: Recipe, saved: Path
+    chains: Chains,
+    tokenizer: CharTokenizer,
+    recipe: Recipe,
+    saved: Path,
+    experts: type[SplitExperts] = SplitExperts,
 ) -> tuple[HybridModel, TrainingLog]:
     """Gives the trained model; continues what `saved` holds, and writes it every some steps."""
     torch.manual_seed(recipe.seed)
@@ -292,7 +331,7 @@ def train(
         pattern=recipe.pattern,
         vocab_size=tokenizer.vocab_size,
         max_sequence_length=recipe.context,
-        modules=HybridModules(experts=SplitExperts),
+        modules=HybridModules(experts=experts),
     )
     settings = OptimizerSettings(
         learning_rate=recipe.learning_rate, weight_decay=recipe.weight_decay
@@ -457,6 +496,7 @@ def _read(path: Path, recipe: Recipe) -> dict[str, Any]:
 
 
 def _write(path: Path, state: Mapping[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + ".tmp")
     torch.save(dict(state), temporary)
     os.replace(temporary, path)

@@ -70,11 +70,22 @@ class ResultFolder:
             return None
         with path.open() as lines:
             head = json.loads(next(lines))
-            if head["identity"] != self.identity or head["cell"] != _plain(cell):
+            if not self._fits(head, cell):
                 return None
             return CellResult(
                 head["cell"], head["seconds"], [json.loads(line) for line in lines], head["facts"]
             )
+
+    def has(self, cell: Cell) -> bool:
+        """Says whether `read` would give a result, without reading its rows."""
+        path = self._file(cell)
+        if not path.exists():
+            return False
+        with path.open() as lines:
+            return self._fits(json.loads(next(lines)), cell)
+
+    def _fits(self, head: Mapping[str, Any], cell: Cell) -> bool:
+        return head["identity"] == self.identity and head["cell"] == _plain(cell)
 
     def write(
         self, cell: Cell, rows: Sequence[Row], *, seconds: float, facts: Mapping[str, Any]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import json
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -28,14 +29,17 @@ from megatron_trace.study.cells import (
     cells_for,
 )
 from megatron_trace.study.gradients import ChunkGradients, chunk_gradients, gradient_rows
+from megatron_trace.study.locks import locked
 from megatron_trace.study.measure import Scores, rows_of, score, store_for
 from megatron_trace.study.model import StudyModel
-from megatron_trace.study.results import CellResult, ResultFolder, Row, StudyResult
+from megatron_trace.study.results import ResultFolder, Row, StudyResult
 from megatron_trace.study.rollouts import RolloutSet, build_engine
 from megatron_trace.study.trainer import build_trainer
 
 # Raise it when rows of earlier versions must not be taken for those of this one.
 VERSION = 1
+# Seconds between two looks at what other processes have finished.
+POLL_S = 0.2
 
 
 @dataclass(frozen=True)
@@ -124,6 +128,8 @@ class Study:
     def run(self, only: Sequence[str] = (), *, max_seconds: float = math.inf) -> StudyResult:
         """Computes every missing cell, and gives all that the work folder has.
 
+        Several processes may share a work folder: each takes what no other has begun.
+
         Args:
             only: Questions, or beginnings of names of cells up to a slash, in this order; all
                 cells if empty.
@@ -131,38 +137,90 @@ class Study:
 
         Raises:
             ValueError: No cell has such a name.
+            ExceptionGroup: Some cells failed; all others were computed.
         """
-        begun = time.perf_counter()
-        found: dict[str, CellResult] = {}
+        until = time.perf_counter() + max_seconds
+        missing = self._missing(only)
+        errors: list[Exception] = []
+        while missing and time.perf_counter() < until:
+            done = self._take_one(missing, until, errors)
+            if done is None:
+                time.sleep(POLL_S)  # The rest is in the hands of other processes.
+            else:
+                missing.remove(done)
+        if errors:
+            raise ExceptionGroup(f"{len(errors)} of the study's cells failed", errors)
+        return self.result()
+
+    def _missing(self, only: Sequence[str]) -> list[list[Cell]]:
+        """Gives the cells to compute, those together that one process should compute."""
         cells = self.cells
         if only:
-            named = [
-                cell
-                for name in only
-                for cell in self.cells
-                if f"{cell.name}/".startswith(f"{name}/")
-            ]
+            named = [c for name in only for c in self.cells if f"{c.name}/".startswith(f"{name}/")]
             cells = list(dict.fromkeys(named))
         unknown = [n for n in only if not any(f"{c.name}/".startswith(f"{n}/") for c in cells)]
         if unknown:
-            known = ", ".join(sorted({cell.name.partition("/")[0] for cell in self.cells}))
+            known = ", ".join(sorted({cell.question for cell in self.cells}))
             raise ValueError(f"no cell is called {', '.join(unknown)}; the questions are {known}")
-        for number, cell in enumerate(cells, start=1):
-            result = self._results.read(cell)
-            if result is None:
-                if time.perf_counter() - begun > max_seconds:
+        units: dict[Cell, list[Cell]] = {}
+        for cell in cells:
+            units.setdefault(_unit_of(cell), []).append(cell)
+        return [unit for unit in units.values() if not all(map(self._results.has, unit))]
+
+    def _take_one(
+        self, units: Sequence[list[Cell]], until: float, errors: list[Exception]
+    ) -> list[Cell] | None:
+        """Computes the first unit that no other process has, and gives it; None if there is none.
+
+        Args:
+            units: The units that are not known to be computed.
+            until: Time after which no missing cell is begun.
+            errors: Gets what went wrong in a cell.
+        """
+        for unit in units:
+            name = unit[0].name.replace("/", "__")
+            with locked(self._folder / "locks" / f"{name}.lock", wait=False) as mine:
+                if not mine:
                     continue
-                started = time.perf_counter()
-                rows, facts = self._known(cell, found) or self.measure(cell)
-                seconds = time.perf_counter() - started
-                result = self._results.write(cell, rows, seconds=seconds, facts=facts)
-                self._say(f"{number}/{len(cells)} {cell.name}: {seconds:.1f} s")
-            found[cell.name] = result
-        for cell in self.cells:  # What earlier starts measured stays in the result.
-            result = None if cell.name in found else self._results.read(cell)
-            if result is not None:
-                found[cell.name] = result
-        found = {cell.name: found[cell.name] for cell in self.cells if cell.name in found}
+                try:
+                    if not self._has_rollouts(unit[0].engine):
+                        continue
+                    for cell in unit:
+                        if not self._results.has(cell) and time.perf_counter() < until:
+                            self._compute(cell)
+                except Exception as error:  # noqa: BLE001  Raised by `run`, after the others.
+                    error.add_note(f"in {unit[0].name}")
+                    errors.append(error)
+                    self._say(f"{unit[0].name}: FAILED, {error!r}")
+                if torch.cuda.is_available():
+                    torch.cuda.empty_cache()  # For the other processes.
+                return unit
+        return None
+
+    def _has_rollouts(self, engine: str) -> bool:
+        """Makes a rollout set if it is missing, unless another process does; says if it is there.
+
+        Whoever needs a set that is being made can do other things meanwhile.
+        """
+        if engine in self._rollouts or self._path_of(engine).exists():
+            return True
+        with locked(self._folder / "locks" / f"rollouts-{engine}.lock", wait=False) as mine:
+            if mine:
+                self.rollouts(engine)
+            return mine
+
+    def _compute(self, cell: Cell) -> None:
+        started = time.perf_counter()
+        rows, facts = self._known(cell) or self.measure(cell)
+        seconds = time.perf_counter() - started
+        self._results.write(cell, rows, seconds=seconds, facts=facts)
+        self._say(f"{cell.name}: {seconds:.1f} s")
+
+    def result(self) -> StudyResult:
+        """Gives all that the work folder has."""
+        read = [self._results.read(cell) for cell in self.cells]
+        found = {result.name: result for result in read if result is not None}
+        engines = sorted({result.cell["engine"] for result in found.values()})
         header = {
             **self.header,
             "identity": self.identity,
@@ -170,34 +228,36 @@ class Study:
             "setting": self.settings.name,
             "pattern": self.model.pattern,
             "model_facts": dict(self.model.facts),
-            "rollouts": {
-                name: _facts_of(self.rollouts(name))
-                for name in sorted(
-                    {cell["engine"] for cell in (result.cell for result in found.values())}
-                )
-            },
+            "rollouts": {name: self._facts_of(name) for name in engines},
         }
         return StudyResult(header, found)
 
-    def _known(
-        self, cell: Cell, found: Mapping[str, CellResult]
-    ) -> tuple[list[Row], dict[str, Any]] | None:
+    def _facts_of(self, engine: str) -> dict[str, Any]:
+        """Gives what the report says of a rollout set, without reading the set again."""
+        path = self._path_of(engine).with_suffix(".json")
+        if not path.exists():
+            path.write_text(json.dumps(_facts_of(self.rollouts(engine))))
+        return json.loads(path.read_text())
+
+    def _known(self, cell: Cell) -> tuple[list[Row], dict[str, Any]] | None:
         """Gives the rows of a cell from another one that differs in name only; None if none does.
 
         The same setting answers several questions: 1 bit, all layers, the rollout's scales.
         """
         for other in self.cells:
-            if other.name not in found or other.codes not in (cell.codes, "site", "layer"):
-                continue
             if cell.codes not in ("no", other.codes):
                 continue
-            if dataclasses.replace(other, name=cell.name, codes=cell.codes) == cell:
-                left_out = {"codes"} if cell.codes == "no" else set()
-                rows = [
-                    {key: value for key, value in row.items() if key not in left_out}
-                    for row in found[other.name].rows
-                ]
-                return [{**row, "cell": cell.name} for row in rows], dict(found[other.name].facts)
+            if dataclasses.replace(other, name=cell.name, codes=cell.codes) != cell:
+                continue
+            result = self._results.read(other)
+            if result is None:
+                continue
+            left_out = {"codes"} if cell.codes == "no" else set()
+            rows = [
+                {key: value for key, value in row.items() if key not in left_out}
+                for row in result.rows
+            ]
+            return [{**row, "cell": cell.name} for row in rows], dict(result.facts)
         return None
 
     def measure(self, cell: Cell) -> tuple[list[Row], dict[str, Any]]:
@@ -215,7 +275,7 @@ class Study:
         """Gives the rollout set of an engine setting; generates it if the folder lacks it."""
         if engine not in self._rollouts:
             setting = ENGINES[engine]
-            path = self._folder / f"rollouts-{engine}.pt"
+            path = self._path_of(engine)
             identity = self.identity | {"engine": asdict(setting)}
             if path.exists():
                 self._rollouts[engine] = rollout_sets.load(path, identity).to(self._device)
@@ -228,9 +288,13 @@ class Study:
                     max_new_tokens=self.settings.max_new_tokens,
                 )
                 rollout_sets.save(made, path, identity)
+                path.with_suffix(".json").write_text(json.dumps(_facts_of(made)))
                 self._rollouts[engine] = made.to(self._device)
                 self._say(f"rollouts {engine}: {time.perf_counter() - started:.1f} s")
         return self._rollouts[engine]
+
+    def _path_of(self, engine: str) -> Path:
+        return self._folder / f"rollouts-{engine}.pt"
 
     def _score(
         self, cell: Cell, rollouts: RolloutSet, weights: Mapping[str, torch.Tensor]
@@ -328,6 +392,23 @@ class Study:
                 reference = self._score(self._full_codes("lag/reference"), read, weights)
                 self._aged[rate, number] = Aged(weights, read, reference.logprobs)
         return self._aged[rate, steps]
+
+
+def _unit_of(cell: Cell) -> Cell:
+    """Gives what cells have in common that one process should compute.
+
+    Gradients share a reference, which three processes rather make each than wait for one another;
+    lags share the steps of the optimizer, long prompts fill the memory of a process, and cells that
+    differ in name only share their rows.
+    """
+    if cell.gradient:
+        method = "trace" if cell.method == "trace" else "qat"
+        return Cell("", cell.engine, method, dtype=cell.dtype, guard=cell.guard, gradient=True)
+    if cell.lag:
+        return Cell("", cell.engine, lag=1, lag_rate=cell.lag_rate)
+    if ENGINES[cell.engine].long_prompts:
+        return Cell("", cell.engine)
+    return dataclasses.replace(cell, name="", codes="no")
 
 
 def weights_digest(weights: Mapping[str, torch.Tensor]) -> str:

@@ -17,7 +17,7 @@ from megatron_trace.study import moe_100m
 from megatron_trace.study.chains import Chains
 from megatron_trace.study.moe_100m import Phase, Recipe
 from megatron_trace.study.solving import solved
-from megatron_trace.study.split_experts import SplitExperts
+from megatron_trace.study.split_experts import GroupedExperts, SplitExperts
 from megatron_trace.testing.assertions import assert_same_bytes
 from megatron_trace.testing.single_process import single_process, tiny_moe_config
 from megatron_trace.training.micro_batch import make_micro_batch
@@ -96,10 +96,11 @@ def test_a_seed_names_its_rows():
     assert not torch.equal(first, other)
 
 
-def test_split_experts_are_sequential_ones():
+@pytest.mark.parametrize("fast", [SplitExperts, GroupedExperts])
+def test_fast_experts_are_sequential_ones(fast):
     """Output and gradients; measured 0 in FP32 on a CPU: the same products."""
     models = []
-    for experts in (HybridModules().experts, SplitExperts):
+    for experts in (HybridModules().experts, fast):
         torch.manual_seed(0)
         models.append(
             build_hybrid_model(
@@ -146,7 +147,7 @@ def test_a_training_that_was_stopped_ends_with_the_same_bits(trained, tasks, tmp
         patch.setattr(moe_100m, "_step", stopped)
         with pytest.raises(KeyboardInterrupt):
             moe_100m.load(tmp_path, tasks=tasks, recipe=MINIATURE)
-    assert (tmp_path / "training.pt").exists()
+    assert (tmp_path / "moe_100m-training.pt").exists()
     resumed = moe_100m.load(tmp_path, tasks=tasks, recipe=MINIATURE)
     for name, weight in trained.weights.items():
         assert_same_bytes(resumed.weights[name], weight, name)
@@ -156,7 +157,7 @@ def test_a_training_that_was_stopped_ends_with_the_same_bits(trained, tasks, tmp
 
 def test_a_trained_model_is_read_and_another_recipes_is_refused(trained, tasks, tmp_path):
     first = moe_100m.load(tmp_path, tasks=tasks, recipe=MINIATURE)
-    (tmp_path / "training.pt").unlink()
+    (tmp_path / "moe_100m-training.pt").unlink()
     again = moe_100m.load(tmp_path, tasks=tasks, recipe=MINIATURE)
     assert again.facts == first.facts
     with pytest.raises(ValueError, match="was trained by the recipe"):

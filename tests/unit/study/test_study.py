@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from megatron_trace.study.cells import Cell
 from megatron_trace.study.controls import check_controls
 from megatron_trace.study.gradients import group_of
+from megatron_trace.study.locks import locked
 from megatron_trace.study.report import write_report
 from megatron_trace.study.results import StudyResult, save_study
 from megatron_trace.study.run import Study
@@ -154,3 +156,42 @@ def test_a_cell_of_the_trainers_own_scales_reads_the_bits_only(make_study):
     }
     assert different["rollout"] < different["own"]
     assert different["rollout"] < different["nearest"]
+
+
+def test_processes_take_what_no_other_has_begun(make_study, tmp_path, monkeypatch):
+    """Another process holds the first cell for a while, and finishes it."""
+    monkeypatch.setattr(Study, "measure", lambda self, cell: ([{"cell": cell.name}], {}))
+    study, other = make_study(tmp_path), make_study(tmp_path)
+    study.rollouts("fp4"), study.rollouts("bf16")
+    lines = []
+    study._say = lines.append
+    first = Cell("floor/bf16", engine="bf16", method="bf16", dtype="bf16")
+    with contextlib.ExitStack() as held:
+        assert held.enter_context(locked(study._folder / "locks" / "floor__bf16.lock"))
+
+        def finish(seconds):
+            assert len(lines) == 4, "everything but the cell that is held"
+            other._compute(first)
+            held.close()
+
+        monkeypatch.setattr("time.sleep", finish)
+        found = study.run(["floor", "method/bf16", "method/qat/bf16"])
+    assert [line.partition(":")[0] for line in lines] == [
+        "floor/fp32", "method/bf16/bf16", "method/bf16/fp32", "method/qat/bf16",
+    ]  # fmt: skip
+    assert "floor/bf16" in found.cells
+
+
+def test_a_cell_that_fails_does_not_lose_the_others(make_study, tmp_path, monkeypatch):
+    def measure(self, cell):
+        if cell.name == "floor/fp32":
+            raise ArithmeticError("as it happens")
+        return [{"cell": cell.name}], {}
+
+    monkeypatch.setattr(Study, "measure", measure)
+    with pytest.raises(ExceptionGroup, match="1 of the study's cells failed") as raised:
+        make_study(tmp_path).run(["floor", "method/bf16"])
+    assert raised.group_contains(ArithmeticError, match="as it happens")
+    assert set(make_study(tmp_path).result().cells) == {
+        "floor/bf16", "method/bf16/bf16", "method/bf16/fp32",
+    }  # fmt: skip
