@@ -45,7 +45,7 @@ from megatron_trace.config import DeltaRule
 from megatron_trace.models.attention import SDPACoreAttention
 from megatron_trace.models.gated_delta_net import LocalGatedDeltaNet
 from megatron_trace.models.moe import DispatchInputMoELayer, UnweightedSequentialMLP
-from megatron_trace.models.norm import RMSNorm
+from megatron_trace.models.norm import RMSNorm, UncentredRMSNorm
 from megatron_trace.models.routing import forget_global_replay_instances
 
 DecoderModel = HybridModel | GPTModel
@@ -184,7 +184,9 @@ def gated_delta_net_spec(modules: HybridModules) -> ModuleSpec:
         module=modules.gated_delta_net,
         params={"delta_rule": modules.delta_rule},
         submodules=GatedDeltaNetSubmodules(
-            in_proj=ColumnParallelLinear, out_norm=RMSNorm, out_proj=RowParallelLinear
+            in_proj=ColumnParallelLinear,
+            out_norm=UncentredRMSNorm,
+            out_proj=RowParallelLinear,
         ),
     )
 

@@ -22,7 +22,7 @@ class RMSNorm(torch.nn.Module):
     ) -> None:
         super().__init__()
         self.eps = eps
-        self.zero_centered = config.layernorm_zero_centered_gamma
+        self.zero_centered = self._is_zero_centered(config)
         fill = 0.0 if self.zero_centered else 1.0
         self.weight = torch.nn.Parameter(
             torch.full((hidden_size,), fill, dtype=config.params_dtype)
@@ -32,5 +32,24 @@ class RMSNorm(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Gives x normalised over its last dim, in x's dtype."""
-        weight = 1 + self.weight if self.zero_centered else self.weight
-        return torch.nn.functional.rms_norm(x, (x.shape[-1],), weight, self.eps)
+        if not self.zero_centered:
+            return torch.nn.functional.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
+        # In FP32, as published models do: in BF16, 1 + weight loses most bits of a small weight.
+        weight = 1 + self.weight.float()
+        return torch.nn.functional.rms_norm(x.float(), (x.shape[-1],), weight, self.eps).to(x.dtype)
+
+    @staticmethod
+    def _is_zero_centered(config: TransformerConfig) -> bool:
+        return config.layernorm_zero_centered_gamma
+
+
+class UncentredRMSNorm(RMSNorm):
+    """RMSNorm whose weight is stored as it is, also in a model whose other norms store weight - 1.
+
+    Published Qwen models have one in Gated DeltaNet. Megatron would store its weight less one,
+    which BF16 cannot hold for every weight.
+    """
+
+    @staticmethod
+    def _is_zero_centered(config: TransformerConfig) -> bool:
+        return False

@@ -11,7 +11,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
 
 from megatron_trace.models.attention import SDPACoreAttention
-from megatron_trace.models.norm import RMSNorm
+from megatron_trace.models.norm import RMSNorm, UncentredRMSNorm
 from megatron_trace.testing.single_process import single_process, tiny_moe_config
 
 
@@ -40,6 +40,22 @@ def test_zero_centred_rmsnorm_scales_by_one_plus_weight():
     centred = RMSNorm(tiny_moe_config("*E", layernorm_zero_centered_gamma=True), 128)
     assert centred.weight.eq(0).all()
     torch.testing.assert_close(centred(x), plain(x), atol=0, rtol=0)
+
+
+def test_zero_centred_rmsnorm_adds_one_in_fp32():
+    """1 + 2**-9 is 1 in BF16."""
+    config = tiny_moe_config("*E", layernorm_zero_centered_gamma=True, params_dtype=torch.bfloat16)
+    norm = RMSNorm(config, 128, eps=0.0)
+    torch.nn.init.constant_(norm.weight, 2.0**-9)
+    x = torch.full((1, 128), 2.0, dtype=torch.float32)
+    assert norm(x).eq(1 + 2.0**-9).all()
+
+
+def test_an_uncentred_rmsnorm_stores_its_weight_whatever_the_others_do():
+    config = tiny_moe_config("*E", layernorm_zero_centered_gamma=True)
+    x, norm = torch.randn(5, 128), UncentredRMSNorm(config, 128)
+    assert norm.weight.eq(1).all()
+    torch.testing.assert_close(norm(x), RMSNorm(config, 128)(x), atol=1e-6, rtol=0)
 
 
 def test_packed_sequences_attend_only_within_themselves():
