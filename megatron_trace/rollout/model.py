@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import torch
+from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.transformer import TransformerConfig
 
@@ -12,6 +13,7 @@ from megatron_trace.config import TraceConfig
 from megatron_trace.formats import FORMAT_SETS
 from megatron_trace.models.hybrid import HybridModules, build_hybrid_model
 from megatron_trace.rollout.attention import EngineCoreAttention, PagedSelfAttention
+from megatron_trace.rollout.gated_delta_net import EngineGatedDeltaNet
 from megatron_trace.rollout.moe import EngineMoELayer
 
 
@@ -37,9 +39,15 @@ def build_engine_model(
         rotary_base: Base period of RoPE.
 
     Raises:
-        ValueError: The model is spread over ranks, or a quantised width is not whole blocks.
+        ValueError: The model is spread over ranks, a quantised width is not whole blocks, or no
+            layer has full attention.
     """
     _require_one_rank(model_config)
+    if Symbols.ATTENTION not in pattern.split("/")[0]:
+        raise ValueError(
+            f"pattern {pattern!r} has no full attention (*), without which Megatron's engine has "
+            "no pages to schedule by"
+        )
     _require_whole_blocks(model_config, trace)
     config = dataclasses.replace(
         model_config,
@@ -58,6 +66,8 @@ def build_engine_model(
             self_attention=PagedSelfAttention,
             core_attention=EngineCoreAttention,
             moe_layer=EngineMoELayer,
+            gated_delta_net=EngineGatedDeltaNet,
+            delta_rule=trace.delta_rule,
         ),
         rotary_percent=rotary_percent,
         rotary_base=rotary_base,

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from megatron.core.inference.config import InferenceConfig, MambaInferenceStateConfig
+from megatron.core.inference.config import InferenceConfig
 from megatron.core.inference.engines import DynamicInferenceEngine
 from megatron.core.inference.inference_request import DynamicInferenceRequest, Status
 from megatron.core.inference.model_inference_wrappers.gpt.gpt_inference_wrapper import (
@@ -23,6 +23,7 @@ from megatron_trace import compat
 from megatron_trace.hints import Site
 from megatron_trace.models.hybrid import decoder_layers
 from megatron_trace.models.routing import global_replay_instances
+from megatron_trace.rollout.gated_delta_net import state_bytes_per_request, state_config
 from megatron_trace.rollout.kv_cache import (
     PackedKVContext,
     PlainKVContext,
@@ -208,25 +209,19 @@ def inference_config(
     """
     blocks_per_request = math.ceil(max_sequence_length / block_size_tokens)
     num_blocks = max_requests * blocks_per_request + 1  # one for the rows of padding
+    block_bytes = block_size_tokens * bytes_per_token
+    # Megatron takes the states' share out by a product of floats, which may lack a byte.
+    margin_bytes = block_bytes // 2
+    buffer_bytes = num_blocks * block_bytes + margin_bytes
+    buffer_bytes += max_requests * state_bytes_per_request(model)
     step_tokens = max(min(MAX_STEP_TOKENS, max_requests * max_sequence_length), max_sequence_length)
     return InferenceConfig(
         block_size_tokens=block_size_tokens,
-        buffer_size_gb=num_blocks * block_size_tokens * bytes_per_token / 1024**3,  # type: ignore[arg-type]
-        mamba_inference_state_config=_layer_types(model),
+        buffer_size_gb=buffer_bytes / 1024**3,  # type: ignore[arg-type]
+        mamba_inference_state_config=state_config(model, block_size_tokens),
         max_requests=max_requests,
         max_tokens=math.ceil(step_tokens / TOKEN_MULTIPLE) * TOKEN_MULTIPLE,
         max_sequence_length=max_sequence_length,
         num_cuda_graphs=None,
         use_flashinfer_fused_rope=False,
-    )
-
-
-def _layer_types(model: HybridModel) -> MambaInferenceStateConfig:
-    """Tells the context which positions are attention; without it MoE layers get K/V too."""
-    return MambaInferenceStateConfig(
-        layer_type_list=cast("Any", model.decoder).layer_type_list,
-        conv_states_shape=(1, 1),  # type: ignore[arg-type]
-        ssm_states_shape=(1, 1, 1),  # type: ignore[arg-type]
-        conv_states_dtype=model.config.params_dtype,
-        ssm_states_dtype=model.config.params_dtype,
     )
