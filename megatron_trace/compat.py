@@ -224,20 +224,21 @@ def distributed_optimizer_resumes_with_torch_adam() -> Iterator[None]:
     tensor of each parameter's state. `DistributedOptimizer` (core/optimizer/distrib_optimizer.py)
     asserts it before the first step, when a checkpoint is loaded; writes into leaves that need
     gradients; gives all parameters one and the same `step` tensor, which Adam would advance once
-    for each of them; and overwrites it with a zero, or misses it in the reshardable form. Does
-    nothing where Apex or Transformer Engine is installed.
+    for each of them; and overwrites it with a zero, or misses it in the reshardable form. With the
+    Adam of either, only the writes into leaves are to be mended.
     """
     require_version("megatron-core", MEGATRON_CORE, "distributed_optimizer_resumes_with_torch_adam")
     from megatron.core.optimizer import distrib_optimizer
 
-    if distrib_optimizer.HAVE_APEX_OR_TE:
-        yield
-        return
     cls = distrib_optimizer.DistributedOptimizer
     originals = {
         name: getattr(cls, name)
         for name in ("state_dict", "load_state_dict", "_set_main_param_and_optimizer_states")
     }
+
+    def load_without_gradients(self: Any, saved: Any) -> None:
+        with torch.no_grad():
+            originals["load_state_dict"](self, saved)
 
     def state_dict_with_steps(self: Any) -> Any:
         if not self.optimizer.state:
@@ -247,8 +248,7 @@ def distributed_optimizer_resumes_with_torch_adam() -> Iterator[None]:
         return originals["state_dict"](self)
 
     def load_own_steps(self: Any, saved: Any) -> None:
-        with torch.no_grad():
-            originals["load_state_dict"](self, saved)
+        load_without_gradients(self, saved)
         for group in self.optimizer.param_groups:
             step = group.pop("step")
             for parameter in group["params"]:
@@ -260,8 +260,13 @@ def distributed_optimizer_resumes_with_torch_adam() -> Iterator[None]:
             self, model_param, {**tensors, "step": None}
         )
 
-    replacements = (state_dict_with_steps, load_own_steps, set_without_step)
-    for name, replacement in zip(originals, replacements, strict=True):
+    if distrib_optimizer.HAVE_APEX_OR_TE:
+        replacements = {"load_state_dict": load_without_gradients}
+    else:
+        replacements = dict(
+            zip(originals, (state_dict_with_steps, load_own_steps, set_without_step), strict=True)
+        )
+    for name, replacement in replacements.items():
         setattr(cls, name, replacement)
     try:
         yield

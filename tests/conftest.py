@@ -1,4 +1,6 @@
-"""What all tests share: the CUDA stand-in, the number of threads, the meaning of the gpu marker."""
+"""What all tests share: CUDA stand-in, threads, deterministic GPUs, meaning of the gpu marker."""
+
+import os
 
 import pytest
 import torch
@@ -11,6 +13,11 @@ HAS_GPU = torch.cuda.is_available()
 cpu_runtime.install()
 # Models of this size gain nothing from a second thread, and sums stay the same on any machine.
 torch.set_num_threads(1)
+if HAS_GPU:
+    # Passes are compared bit by bit, but atomic additions (tokens back from their experts, the
+    # embedding's gradient) come in another order each time. Some operations have no other way.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True, warn_only=True)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.parallel_state import is_pipeline_first_stage, is_pipeline_last_stage
@@ -106,4 +107,4 @@ def build_gpt_model(
         vp_stage=vp_stage,
     )
     forget_global_replay_instances(model)
-    return model
+    return model.to(torch.cuda.current_device())

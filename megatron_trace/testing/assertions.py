@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from megatron_trace.testing import cpu_runtime
+
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -40,6 +42,16 @@ def assert_same_bytes(
         f"{what}: {count} of {differ.numel()} elements differ, first at {list(index)}: expected "
         f"{_describe(expected[index])}, got {_describe(got[index])}"
     )
+
+
+def tolerance(*, cpu: float, gpu: float) -> float:
+    """Gives the tolerance of the device that the tests run on.
+
+    Args:
+        cpu: On a CPU, where products of the same rows are often equal bit by bit.
+        gpu: On a GPU, whose products add up in another order for another number of rows.
+    """
+    return cpu if cpu_runtime.is_installed() else gpu
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

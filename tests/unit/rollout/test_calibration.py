@@ -50,7 +50,7 @@ def test_every_place_gets_the_scale_of_the_largest_value_seen(engine, weights):
     for layer, values in seen.items():
         for index, site in enumerate((Site.K, Site.V)):
             amax = max(value[index] for value in values)
-            assert settings.global_scale(layer, site) == float(amax / (6 * 448))
+            assert settings.global_scale(layer, site) == float(amax.cpu() / (6 * 448))
 
 
 def test_the_experts_of_a_layer_share_the_largest_value_of_any(engine, weights):

@@ -5,7 +5,7 @@ import torch
 from megatron.core import dist_checkpointing
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.distrib_optimizer import HAVE_APEX_OR_TE, DistributedOptimizer
 
 from megatron_trace import compat
 from megatron_trace.models.hybrid import HybridModules, build_hybrid_model
@@ -58,12 +58,20 @@ def masters_and_moments(optimizer):
     for part in optimizer.chained_optimizers:
         for group in part.optimizer.param_groups:
             for parameter in group["params"]:
-                state = part.optimizer.state[parameter]
-                found.append([parameter.detach().clone(), *(state[k].clone() for k in STATES)])
+                # Transformer Engine's Adam counts the steps of a group.
+                state = group | part.optimizer.state[parameter]
+                found.append(
+                    [
+                        parameter.detach().clone(),
+                        *(torch.as_tensor(state[k]).clone() for k in STATES),
+                    ]
+                )
     return found
 
 
-REPLACED = ("state_dict", "load_state_dict", "_set_main_param_and_optimizer_states")
+REPLACED = ["load_state_dict"]
+if not HAVE_APEX_OR_TE:
+    REPLACED += ["state_dict", "_set_main_param_and_optimizer_states"]
 STATES = ("step", "exp_avg", "exp_avg_sq")
 
 

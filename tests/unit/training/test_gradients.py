@@ -11,14 +11,15 @@ import torch.nn.functional as F
 from megatron_trace.config import HINT_SITES
 from megatron_trace.formats import ops, reference
 from megatron_trace.hints.types import Site
-from megatron_trace.testing.assertions import assert_same_bytes
+from megatron_trace.testing.assertions import assert_same_bytes, tolerance
 from megatron_trace.testing.moe_reference import TorchProduct, quantised_weight, routed_experts
 from megatron_trace.training.micro_batch import make_micro_batch
 from megatron_trace.training.model import token_logprobs
 from megatron_trace.training.rounding import Rounding
 
-# Measured 0: the same products in the same order. Other BLAS libraries may differ in sums.
-TOLERANCE = 1e-5
+# Measured on a CPU 0: the same products in the same order. On a GPU Megatron's router multiplies
+# FP32 in TF32, where Transformer Engine is installed.
+TOLERANCE = tolerance(cpu=1e-5, gpu=1e-3)
 
 
 def _close(got, expected, name):

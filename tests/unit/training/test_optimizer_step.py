@@ -11,7 +11,7 @@ from megatron.core.distributed import (
 )
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
-from megatron_trace.testing.assertions import assert_same_bytes
+from megatron_trace.testing.assertions import assert_same_bytes, tolerance
 from megatron_trace.training.micro_batch import make_micro_batch
 from megatron_trace.training.model import token_logprobs
 from megatron_trace.training.weights import expert_weight_digest
@@ -95,9 +95,9 @@ def test_main_grad_of_two_micro_batches_is_the_sum(build, rollout):
                 logprobs[micro_batch.loss_mask].sum().backward()
         totals.append({name: p.main_grad.clone() for name, p in model.named_parameters()})
     for name, whole in totals[0].items():
-        # Measured 7e-7 of the largest gradient.
+        # Measured 7e-7 of the largest gradient, on a GPU 6.5e-5 (the router's, in TF32).
         error = (whole - totals[1][name]).abs().max() / whole.abs().max().clamp(min=1e-30)
-        assert error < 1e-5, f"{name}: {error:.1e}"
+        assert error < tolerance(cpu=1e-5, gpu=5e-4), f"{name}: {error:.1e}"
 
 
 def test_recorded_rows_are_the_same_whatever_the_micro_batches(build, rollout):

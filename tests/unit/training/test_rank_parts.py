@@ -61,7 +61,7 @@ def test_hints_of_all_ranks_are_those_of_one_rank(sites, rolled, tp_size, cp_siz
                 rows = getattr(micro_batch.hints[place], name)
                 found[positions, :, cut] = rows.unflatten(0, (len(positions), -1))
             assert torch.equal(found, known), (place, name)
-        presence = torch.zeros(length, len(LENGTHS), dtype=torch.bool)
+        presence = torch.zeros(length, len(LENGTHS), dtype=torch.bool, device=sites.device)
         for _, micro_batch in parts:
             positions = micro_batch.rows_at(place[1]).positions
             rows = micro_batch.hints[place].has_hint

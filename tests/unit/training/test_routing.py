@@ -9,7 +9,7 @@ import torch
 from megatron.core.transformer.moe.router_replay import RouterReplay
 
 from megatron_trace.models.routing import replay_instances
-from megatron_trace.testing.assertions import assert_same_bytes
+from megatron_trace.testing.assertions import tolerance
 from megatron_trace.testing.recorded_samples import random_samples
 from megatron_trace.training.micro_batch import make_micro_batch
 from megatron_trace.training.model import token_logprobs
@@ -85,7 +85,9 @@ def test_gate_weights_come_from_the_live_logits(build):
     logits = seen["x"].flatten(0, 1).float() @ router.weight.float().T
     chosen = micro_batch.routing[0]
     expected = torch.zeros_like(logits).scatter(1, chosen, logits.gather(1, chosen).softmax(-1))
-    torch.testing.assert_close(seen["probs"].float(), expected, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(
+        seen["probs"].float(), expected, rtol=tolerance(cpu=1e-6, gpu=1e-3), atol=1e-7
+    )
 
 
 def test_gradient_flows_for_replayed_experts_outside_of_the_live_top_k(build):
@@ -104,7 +106,9 @@ def test_gradient_flows_for_replayed_experts_outside_of_the_live_top_k(build):
     logits = x @ weight.T
     probs = logits.gather(1, chosen).softmax(-1)
     probs.backward(seen["probs"].grad.gather(1, chosen))
-    torch.testing.assert_close(router.weight.grad, weight.grad, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(
+        router.weight.grad, weight.grad, rtol=1e-4, atol=tolerance(cpu=1e-6, gpu=1e-4)
+    )
     outside = (logits.topk(4).indices.unsqueeze(1) != chosen.unsqueeze(2)).all(-1)
     outside &= micro_batch.valid.flatten().unsqueeze(-1)
     of_outside = seen["probs"].grad.gather(1, chosen)[outside]
@@ -164,7 +168,7 @@ def test_more_experts_per_row_than_there_are_is_refused():
 
 
 def test_padding_experts_do_not_change_real_rows(build):
-    """Measured: bit-equal."""
+    """Measured on a CPU: bit-equal; a GPU's products depend on how many rows an expert has."""
     model, sites = build("bf16")
     micro_batch = _micro_batch(sites)
     shifted = micro_batch.routing.clone()
@@ -175,4 +179,4 @@ def test_padding_experts_do_not_change_real_rows(build):
         with torch.no_grad(), sites.micro_batch(replace(micro_batch, routing=routing)) as mb:
             logprobs.append(token_logprobs(model, sites, mb))
     real = micro_batch.valid.T
-    assert_same_bytes(logprobs[0][real], logprobs[1][real], "log-probs of real rows")
+    assert (logprobs[0] - logprobs[1])[real].abs().max() <= tolerance(cpu=0, gpu=1e-5)
