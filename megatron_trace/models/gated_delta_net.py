@@ -31,8 +31,8 @@ class LocalGatedDeltaNet(GatedDeltaNet):
 
     Megatron 0.19.2 refuses to build the layer without fla, calls fla's normalisation also in its
     deterministic mode, and has no torch path for packed sequences. Parameters, their names and
-    their checkpoint are Megatron's, so `out_norm` is zero-centred if the other norms are; in the
-    checkpoints of Hugging Face it is not. Nothing of the layer is ever quantised.
+    their checkpoint are Megatron's, but for `out_norm`, which is never zero-centred here, as in
+    published models; Megatron's is if the other norms are. Nothing of the layer is ever quantised.
 
     Under context parallelism each rank computes some heads of all positions, exchanged before and
     after as Megatron does.
@@ -79,6 +79,16 @@ class LocalGatedDeltaNet(GatedDeltaNet):
         assert value_dim, "linear_value_head_dim has a default"
         return self.num_v_heads_local_tp, key_dim, value_dim
 
+    @property
+    def split_sections(self) -> dict[str, tuple[int, ...]]:
+        """Rows of each part of a parameter on this rank; tensor parallelism splits each alone.
+
+        Dims of `A_log` and `dt_bias` are one part, so they are left out.
+        """
+        in_proj: Any = self.in_proj_split_sections
+        qkv = (self.qk_dim_local_tp, self.qk_dim_local_tp, self.v_dim_local_tp)
+        return {"in_proj.weight": in_proj, "conv1d.weight": qkv, "conv1d.bias": qkv}
+
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
         hidden_states: torch.Tensor,
@@ -103,7 +113,7 @@ class LocalGatedDeltaNet(GatedDeltaNet):
         bounds = self._bounds(packed_seq_params, len(projected))
         cp_group = self.pg_collection.cp
         if self.cp_size > 1:
-            sections: Any = self.in_proj_split_sections
+            sections = self.split_sections["in_proj.weight"]
             order = compat.head_order_of_cp(sections, self.cp_size)
             projected = projected[..., order]
         # Both do nothing on one rank.
@@ -175,7 +185,7 @@ class LocalGatedDeltaNet(GatedDeltaNet):
         )
 
     def _conv_parameters(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        sections = [self.qk_dim_local_tp, self.qk_dim_local_tp, self.v_dim_local_tp]
+        sections = list(self.split_sections["conv1d.weight"])
         weight = self._of_cp_rank(self.conv1d.weight, sections)[:, 0]
         bias = self.conv1d.bias
         return weight, None if bias is None else self._of_cp_rank(bias, sections)

@@ -32,6 +32,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron_trace.hints.files import HintFiles
 from megatron_trace.hints.types import QuantizerSettings, RolloutSample, Site
 from megatron_trace.models.expert_names import local_name
+from megatron_trace.models.gated_delta_net import LocalGatedDeltaNet
 from megatron_trace.testing.recorded_samples import seen_values
 from megatron_trace.testing.single_process import init_rank
 from megatron_trace.testing.tiny_trainer import tiny_trainer
@@ -84,17 +85,17 @@ class Slice:
         dim: Dim that is split.
         size: Number of parts.
         rank: Which one.
-        halves: Whether each half (gate and up) is split by itself.
+        sections: Sizes of the parts (such as gate and up) that are split each by itself.
     """
 
     dim: int
     size: int
     rank: int
-    halves: bool
+    sections: tuple[int, ...]
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
         """Gives the part."""
-        pieces = whole.chunk(2, self.dim) if self.halves else (whole,)
+        pieces = whole.split(self.sections, self.dim)
         return torch.cat([x.chunk(self.size, self.dim)[self.rank] for x in pieces], self.dim)
 
 
@@ -309,8 +310,9 @@ def parts_of_whole(
         name: _global_name(local_name(name), sites.shape, numbers)
         for name, _ in model.named_parameters()
     }
+    sections = _delta_net_sections(model)
     slices = {
-        names[name]: slice_of(local_name(name), parameter, sites.shape.layout)
+        names[name]: slice_of(local_name(name), parameter, sites.shape.layout, sections.get(name))
         for name, parameter in model.named_parameters()
     }
     return names, slices
@@ -329,13 +331,37 @@ def _global_name(name: str, shape: ModelShape, layers: Sequence[int]) -> str:
     return ".".join(parts)
 
 
-def slice_of(name: str, parameter: Any, layout: RankLayout) -> Slice:
-    """Gives which part of the whole parameter, named as on one rank, a rank has."""
+def slice_of(
+    name: str, parameter: Any, layout: RankLayout, sections: Sequence[int] | None = None
+) -> Slice:
+    """Gives which part of the whole parameter, named as on one rank, a rank has.
+
+    Args:
+        name: Name of the parameter.
+        parameter: This rank's part.
+        layout: Where the rank stands.
+        sections: Sizes of the parts of this rank's, where the parameter does not say them.
+    """
     if not getattr(parameter, "tensor_model_parallel", False):
-        return Slice(0, 1, 0, halves=False)
+        return Slice(0, 1, 0, sections=(parameter.shape[0],))
     size, rank = layout.tp_size, layout.tp_rank
     if "local_experts" in name:
         size, rank = layout.etp_size, layout.etp_rank
-    # A grouped linear does not say of its fc1 that gate and up are split each by itself.
-    halves = parameter.partition_stride == 2 or name.endswith("linear_fc1.weight")
-    return Slice(parameter.partition_dim, size, rank, halves=halves)
+    own = parameter.shape[parameter.partition_dim]
+    if sections is None:
+        # A grouped linear does not say of its fc1 that gate and up are split each by itself.
+        has_halves = getattr(parameter, "partition_stride", 1) == 2 or name.endswith(
+            "linear_fc1.weight"
+        )
+        sections = (own // 2, own // 2) if has_halves else (own,)
+    return Slice(parameter.partition_dim, size, rank, tuple(size * part for part in sections))
+
+
+def _delta_net_sections(model: HybridModel) -> dict[str, tuple[int, ...]]:
+    """Gives the parts of Gated DeltaNet's parameters that tensor parallelism splits each alone."""
+    return {
+        f"{name}.{parameter}": sections
+        for name, module in model.named_modules()
+        if isinstance(module, LocalGatedDeltaNet)
+        for parameter, sections in module.split_sections.items()
+    }

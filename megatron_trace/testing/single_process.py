@@ -53,8 +53,8 @@ def init_rank(store: Path, *, rank: int, world_size: int, seed: int, **parallel:
 def tiny_moe_config(pattern: str, **overrides: Any) -> TransformerConfig:
     """Gives the configuration of a tiny MoE: hidden 128, 16 experts top-4, 2 KV heads x 32.
 
-    A pattern without E gives a dense model, without the MoE's fields. Gated DeltaNets (G) have 2
-    key and 4 value heads x 32.
+    A pattern without E gives a dense model, without the MoE's fields. Gated DeltaNets (G) have 4
+    key and 8 value heads x 16.
 
     Args:
         pattern: Hybrid layer pattern, such as `*E*E`; its length is the number of positions.
@@ -71,10 +71,10 @@ def tiny_moe_config(pattern: str, **overrides: Any) -> TransformerConfig:
     }
     if "G" in pattern:
         fields |= {
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 4,
-            "linear_key_head_dim": 32,
-            "linear_value_head_dim": 32,
+            "linear_num_key_heads": 4,
+            "linear_num_value_heads": 8,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 16,
         }
     if "E" not in pattern:
         return local_config(**(fields | overrides))

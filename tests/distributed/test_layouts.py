@@ -78,6 +78,7 @@ class Layout:
 
 ALL_GATHER = {"moe_token_dispatcher_type": "allgather"}
 PACKED = {"save_packed_activations": True}
+DELTA_NET = "GE|*E"
 LAYOUTS = {
     "TP2": Layout(2, {TP: 2}, is_short=True),
     # So strict that parts of a row would be judged differently.
@@ -90,6 +91,12 @@ LAYOUTS = {
     "CP2 EP2 all-gather, half of the experts empty": Layout(
         2, {CP: 2, EP: 2}, config=ALL_GATHER, num_experts=8, is_short=True
     ),
+    "TP2 Gated DeltaNet": Layout(2, {TP: 2}, pattern=DELTA_NET, is_short=True),
+    "CP2 Gated DeltaNet": Layout(2, {CP: 2}, pattern=DELTA_NET),
+    "EP2 Gated DeltaNet": Layout(2, {EP: 2}, pattern=DELTA_NET),
+    "PP2 Gated DeltaNet": Layout(2, {PP: 2}, pattern=DELTA_NET),
+    "TP2 CP2 EP2 Gated DeltaNet": Layout(4, {TP: 2, CP: 2, EP: 2}, pattern=DELTA_NET),
+    "PP2 TP2 Gated DeltaNet, a layer cut in two": Layout(4, {PP: 2, TP: 2}, pattern="*EG|E"),
     "EP2": Layout(2, {EP: 2}),
     "EP2, half of the experts empty": Layout(2, {EP: 2}, num_experts=8),
     "EP2 all-gather, half of the experts empty": Layout(
@@ -138,8 +145,10 @@ def steps_on_rank(rank, tasks, folder):
 def _task(layout: Layout, folder) -> Task:
     lengths = LENGTHS if layout.num_experts == 16 else FULL_LENGTHS
     trace = {"hint_sites": HINT_SITES, **layout.trace}
+    whole_pattern = layout.pattern.replace("|", "")
     rolled = recorded_rollout(
         lengths,
+        pattern=whole_pattern,
         num_experts=layout.num_experts,
         sites=HINT_SITES,
         num_bits=trace.get("hint_bits", 1),
@@ -151,7 +160,7 @@ def _task(layout: Layout, folder) -> Task:
             for (kind, _, _), hint in records_of(rolled.store, sample).items():
                 writer.put(hint, kind)
             writer.commit([sample])
-    model, _ = tiny_trainer("bf16")
+    model, _ = tiny_trainer("bf16", pattern=whole_pattern)
     replicas = layout.num_replicas
     parts = [samples_of_rank(len(rolled.samples), replicas, i) for i in range(replicas)]
     return Task(
@@ -165,7 +174,7 @@ def _task(layout: Layout, folder) -> Task:
         distributed_optimizer=layout.distributed_optimizer,
         # Megatron's default is the size of the tensor-parallel group.
         parallel={ETP: 1, **layout.parallel},
-        pattern=layout.pattern if PP in layout.parallel else layout.pattern.replace("|", ""),
+        pattern=layout.pattern if PP in layout.parallel else whole_pattern,
     )
 
 

@@ -138,7 +138,8 @@ def test_the_states_after_a_sequence_continue_it(layer):
     assert conv.shape == (1, *layer.conv_state_shape)
     assert recurrent.shape == (1, *layer.recurrent_state_shape)
     rest, *_ = layer.advance(projected[:, 13:], conv, recurrent)
-    torch.testing.assert_close(rest, whole[:, 13:], atol=1e-6, rtol=0)
+    # Measured: 1.2e-6 of values up to 1; other chunks.
+    torch.testing.assert_close(rest, whole[:, 13:], atol=1e-5, rtol=0)
 
 
 def test_the_fla_flag_is_what_it_was_also_after_an_error():
@@ -153,9 +154,9 @@ def test_the_fla_flag_is_what_it_was_also_after_an_error():
     ("overrides", "sizes", "match"),
     [
         ({"activation_func": torch.nn.functional.gelu}, (1, 1), "have SiLU"),
-        ({"linear_num_value_heads": 3}, (1, 1), "multiple of linear_num_key_heads=2"),
+        ({"linear_num_value_heads": 6}, (1, 1), "multiple of linear_num_key_heads=4"),
         ({"linear_num_key_heads": 1}, (2, 1), "linear_num_key_heads=1 must be a multiple of the 2"),
-        ({"linear_num_value_heads": 4}, (2, 2), "linear_num_key_heads=2 must be a multiple of the"),
+        ({}, (4, 2), "linear_num_key_heads=4 must be a multiple of the 8"),
         ({}, (2, 1), "contradicts sequence_parallel=False"),
     ],
 )
