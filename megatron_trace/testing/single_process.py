@@ -17,6 +17,15 @@ from megatron.core.transformer import TransformerConfig
 from megatron_trace.models.local_config import local_config, local_moe_config
 from megatron_trace.testing.ranks import join_group
 
+# What the layers of Qwen3.5 have, beside its pattern and a RoPE of a quarter of the head dim.
+QWEN_FIELDS: dict[str, Any] = {
+    "attention_output_gate": True,
+    "layernorm_zero_centered_gamma": True,
+    "layernorm_epsilon": 1e-6,
+    "moe_shared_expert_intermediate_size": 64,
+    "moe_shared_expert_gate": True,
+}
+
 
 @contextlib.contextmanager
 def single_process(*, seed: int) -> Iterator[None]:

@@ -53,6 +53,7 @@ def tiny_engine(
     eod_token: int = EOD_TOKEN,
     config: Mapping[str, Any] | None = None,
     rotary_base: int = 10_000,
+    rotary_percent: float = 1.0,
     max_requests: int = 64,
     **trace: Any,
 ) -> RolloutEngine:
@@ -65,6 +66,7 @@ def tiny_engine(
         eod_token: Token that ends a response.
         config: Fields of `TransformerConfig` to set otherwise.
         rotary_base: Base period of RoPE.
+        rotary_percent: Share of the head dim that RoPE rotates.
         max_requests: Requests that run at a time.
         **trace: Fields of `TraceConfig`.
     """
@@ -74,6 +76,7 @@ def tiny_engine(
         vocab_size=VOCAB_SIZE,
         max_sequence_length=MAX_SEQUENCE_LENGTH,
         rotary_base=rotary_base,
+        rotary_percent=rotary_percent,
         trace=TraceConfig(method=method, **trace),
         eod_token=eod_token,
         max_requests=max_requests,

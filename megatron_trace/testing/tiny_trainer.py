@@ -38,6 +38,7 @@ def tiny_trainer_chunks(
     attention: TrainerAttention = "sdpa",
     max_sequence_length: int = MAX_SEQUENCE_LENGTH,
     rotary_base: int = 10_000,
+    rotary_percent: float = 1.0,
     config: Mapping[str, Any] | None = None,
     seed: int = 0,
     settings: QuantizerSettings | None = None,
@@ -52,6 +53,7 @@ def tiny_trainer_chunks(
         attention: Arithmetic of the core attention.
         max_sequence_length: Longest sequence in tokens.
         rotary_base: Base period of RoPE.
+        rotary_percent: Share of the head dim that RoPE rotates.
         config: Fields of `TransformerConfig` to set otherwise.
         seed: Seed of the weights.
         settings: Quantiser settings to give to the sites, unless the method is bf16.
@@ -67,6 +69,7 @@ def tiny_trainer_chunks(
         dtype=dtype,
         attention=attention,
         rotary_base=rotary_base,
+        rotary_percent=rotary_percent,
     )
     for _, sites in chunks:
         if settings is not None and sites.quantises:

@@ -19,16 +19,7 @@ from megatron_trace.models.hybrid import (
     causal_mask,
     gated_delta_net_spec,
 )
-from megatron_trace.testing.single_process import single_process, tiny_moe_config
-
-# What Qwen3.5 has beside the pattern.
-QWEN = {
-    "attention_output_gate": True,
-    "layernorm_zero_centered_gamma": True,
-    "moe_shared_expert_intermediate_size": 64,
-    "moe_shared_expert_gate": True,
-    "layernorm_epsilon": 1e-6,
-}
+from megatron_trace.testing.single_process import QWEN_FIELDS, single_process, tiny_moe_config
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -41,7 +32,7 @@ def _one_rank():
 def model():
     torch.manual_seed(0)
     return build_hybrid_model(
-        tiny_moe_config("GEGEGE*E", **QWEN),
+        tiny_moe_config("GEGEGE*E", **QWEN_FIELDS),
         pattern="GEGEGE*E",
         vocab_size=16,
         max_sequence_length=32,
@@ -66,7 +57,7 @@ def test_output_and_gradients_are_those_of_megatrons_layer(layer, monkeypatch, z
     monkeypatch.setattr(common, "l2norm", lambda x, **_: normalise(x))
     config = tiny_moe_config(
         "GEGEGE*E",
-        **QWEN | {"layernorm_zero_centered_gamma": zero_centred},
+        **QWEN_FIELDS | {"layernorm_zero_centered_gamma": zero_centred},
         deterministic_mode=True,
     )
     groups = layer.pg_collection
