@@ -5,8 +5,9 @@
     python examples/pretrain_trace.py --help        lists both; ours are in the groups "trace"
 
 Logging, evaluation, optimizer, schedules of the pipeline and checkpoints are Megatron's. The loss
-is the clipped policy objective of `rl.losses` over the recorded samples; rollouts come from
-`examples/record_rollouts.py` or from an engine that writes such a folder (`rl.rollout_folder`).
+is an objective of `rl.losses` (--trace-objective, and others of the group "trace, objective") over
+the recorded samples; rollouts come from `examples/record_rollouts.py` or from an engine that writes
+such a folder (`rl.rollout_folder`).
 """
 
 # ruff: noqa: E402  The stand-in for the CUDA runtime must be installed before Megatron is imported.
@@ -32,6 +33,7 @@ from megatron.training.arguments import parse_and_validate_args
 from megatron_trace import compat
 from megatron_trace.arguments import (
     add_recorded_arguments,
+    loss_config_from_args,
     recorded_config_from_args,
     require_agreement,
     trace_config_from_args,
@@ -66,6 +68,7 @@ def main() -> None:
     training = RecordedTraining(
         trace,
         recorded,
+        loss_config_from_args(args),
         num_positions=args.seq_length if pipelined else None,
         num_micro_batches=num_micro_batches,
     )

@@ -61,6 +61,12 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
     group.add_argument("--rollout-samples", type=int, default=8, help="of a prompt, default 8")
     group.add_argument("--rollout-max-response-tokens", type=int, default=8, help="default 8")
     group.add_argument("--rollout-calibration-samples", type=int, default=64, help="default 64")
+    group.add_argument(
+        "--rollout-top-logprobs",
+        type=int,
+        default=0,
+        help="most likely tokens kept at each position, for --trace-objective score_centering",
+    )
     group.add_argument("--rollout-requests", type=int, default=64, help="at a time, default 64")
     return parser
 
@@ -128,7 +134,10 @@ def record(
             [tokenizer.encode(items[row].prompt) for row, _ in places],
             [name.format(row, n) for row, n in places],
             store=files,
-            sampling=SamplingSettings(max_new_tokens=args.rollout_max_response_tokens),
+            sampling=SamplingSettings(
+                max_new_tokens=args.rollout_max_response_tokens,
+                top_logprobs=args.rollout_top_logprobs,
+            ),
             seed=args.seed,
         )
         scores = score_samples(samples, [items[row] for row, _ in places], tokenizer)

@@ -11,6 +11,7 @@ from argparse import ArgumentParser, Namespace
 from megatron.training.argument_utils import ArgumentGroupFactory
 
 from megatron_trace.config import RecordedConfig, TraceConfig
+from megatron_trace.rl_config import LossConfig
 
 _PREFIX = "trace_"
 # Shorter names, beside the fields' own.
@@ -37,7 +38,8 @@ class _DocumentedFactory(ArgumentGroupFactory):
 def add_trace_arguments(parser: ArgumentParser) -> ArgumentParser:
     """Adds one flag for every field of TraceConfig; usable as Megatron's `extra_args_provider`.
 
-    `hint_bits` becomes `--trace-hint-bits`, and what is on by default `--no-trace-guard`.
+    `hint_bits` becomes `--trace-hint-bits`, and what is on by default `--no-trace-guard`. `@FILE`
+    stands for the flags of a file, one a line as `--name=value`, such as `launch/models/*.args`.
 
     Args:
         parser: Parser to extend; an ArgumentParser of argparse.
@@ -45,11 +47,12 @@ def add_trace_arguments(parser: ArgumentParser) -> ArgumentParser:
     Returns:
         The same parser.
     """
+    parser.fromfile_prefix_chars = "@"
     return _add_flags(parser, TraceConfig, "trace")
 
 
-def add_recorded_arguments(parser: ArgumentParser) -> ArgumentParser:
-    """Adds the flags of TraceConfig and of RecordedConfig, for training on recorded rollouts.
+def add_loss_arguments(parser: ArgumentParser) -> ArgumentParser:
+    """Adds one flag for every field of LossConfig.
 
     Args:
         parser: Parser to extend.
@@ -57,7 +60,20 @@ def add_recorded_arguments(parser: ArgumentParser) -> ArgumentParser:
     Returns:
         The same parser.
     """
-    return _add_flags(add_trace_arguments(parser), RecordedConfig, "trace, recorded rollouts")
+    return _add_flags(parser, LossConfig, "trace, objective")
+
+
+def add_recorded_arguments(parser: ArgumentParser) -> ArgumentParser:
+    """Adds the flags of TraceConfig, LossConfig and RecordedConfig, for recorded rollouts.
+
+    Args:
+        parser: Parser to extend.
+
+    Returns:
+        The same parser.
+    """
+    add_loss_arguments(add_trace_arguments(parser))
+    return _add_flags(parser, RecordedConfig, "trace, recorded rollouts")
 
 
 def trace_config_from_args(args: Namespace) -> TraceConfig:
@@ -70,6 +86,18 @@ def trace_config_from_args(args: Namespace) -> TraceConfig:
         ValueError: A value is out of range, or settings contradict each other.
     """
     return _from_args(args, TraceConfig)
+
+
+def loss_config_from_args(args: Namespace) -> LossConfig:
+    """Gives the LossConfig that parsed flags describe.
+
+    Args:
+        args: What a parser returned that `add_loss_arguments` extended.
+
+    Raises:
+        ValueError: A value is out of range, or settings contradict each other.
+    """
+    return _from_args(args, LossConfig)
 
 
 def recorded_config_from_args(args: Namespace) -> RecordedConfig:

@@ -12,7 +12,7 @@ from typing import Literal, get_args
 from megatron_trace.formats.number_format import FORMAT_SETS
 from megatron_trace.hints.types import HINT_BITS, QuantisedParts
 
-Method = Literal["bf16", "qat", "trace"]
+Method = Literal["bf16", "qat", "qarl", "quads", "score_centering", "trace"]
 Experts = Literal["auto", "local", "te", "te_recipe"]
 Implementation = Literal["auto", "torch", "triton"]
 DeltaRule = Literal["auto", "torch", "fla"]
@@ -30,7 +30,10 @@ class TraceConfig:
 
     Attributes:
         method: `bf16` quantises nothing; `qat` fake-quantises rollout and training by rounding to
-            nearest; `trace` also guides training's rounding by the rollout's hints.
+            nearest; `qarl` and `score_centering` are qat with an objective of their own; `quads`
+            fake-quantises the expert weights only in training, and compensates the rollout's
+            experts for what quantising their inputs took away; `trace` guides training's rounding
+            by the rollout's hints.
         number_format: Formats of expert weights, their inputs and the KV cache: `nvfp4`;
             `nvfp4_4over6` (the better of two block scales); `mxfp4`; `mxfp4_w4a8` (MXFP4 with the
             experts' inputs in MXFP8).
@@ -95,10 +98,8 @@ class TraceConfig:
 
     def __post_init__(self) -> None:
         """Raises ValueError on a value out of range or on contradictory settings."""
-        _require(
-            self.method in ("bf16", "qat", "trace"), "method", "bf16, qat or trace", self.method
-        )
         for name, choices in (
+            ("method", Method),
             ("number_format", NumberFormatName),
             ("quantised_parts", QuantisedParts),
         ):
@@ -168,6 +169,8 @@ class TraceConfig:
         if self.hint_layers not in ("latter_half", "all"):
             _parse_layers(self.hint_layers)
         self._require_fitting_format()
+        if self.method == "quads":
+            self._require_fitting_quads()
 
     def _require_fitting_format(self) -> None:
         """Raises ValueError where another setting contradicts number format or parts."""
@@ -202,9 +205,41 @@ class TraceConfig:
                 "out what is not quantised"
             )
 
+    def _require_fitting_quads(self) -> None:
+        """Raises ValueError where a setting has no effect on quads, or contradicts it."""
+        reasons = {
+            **dict.fromkeys(
+                ("hint_bits", "hint_scales", "hint_layers", "hint_sites", "missing_hints"),
+                "which reads no hints",
+            ),
+            "diagnostic_share": "whose trainer gives its activations no codes to compare",
+            "save_packed_activations": "whose trainer keeps its experts' inputs in BF16",
+        }
+        for name, reason in reasons.items():
+            value, default = getattr(self, name), type(self).__dataclass_fields__[name].default
+            if value != default:
+                raise ValueError(
+                    f"{name}={value} has no effect with method=quads, {reason}; leave it out"
+                )
+        if self.quantised_parts == "kv":
+            raise ValueError(
+                "quantised_parts=kv contradicts method=quads, which is about the experts; choose "
+                "qat, or quantise them too"
+            )
+        if self.experts not in ("auto", "local"):
+            raise ValueError(
+                f"experts={self.experts} contradicts method=quads: Transformer Engine's experts "
+                "round their inputs; use experts=local"
+            )
+
+    @property
+    def compensates_residual(self) -> bool:
+        """Whether the rollout adds what quantising the experts' inputs took away (quads)."""
+        return self.method == "quads"
+
     @property
     def quantises_experts(self) -> bool:
-        """Whether weights and inputs of the routed experts are quantised."""
+        """Whether the weights of the routed experts are quantised, and in the rollout inputs."""
         return self.method != "bf16" and self.quantised_parts != "kv"
 
     @property
@@ -214,9 +249,19 @@ class TraceConfig:
 
     @property
     def quantised_sites(self) -> tuple[str, ...]:
-        """Sites that are quantised in a model that has all of them."""
+        """Sites that the rollout quantises in a model that has all of them."""
         parts = {"experts": self.quantises_experts, "kv": self.quantises_kv}
         return tuple(site for part, on in parts.items() if on for site in SITES_OF_PARTS[part])
+
+    @property
+    def trained_sites(self) -> tuple[str, ...]:
+        """Sites that training quantises: those of the rollout, and none under quads (W4A16)."""
+        return () if self.method == "quads" else self.quantised_sites
+
+    @property
+    def trains_quantised_kv(self) -> bool:
+        """Whether training quantises keys and values."""
+        return self.quantises_kv and self.method != "quads"
 
     def recorded_layers(self, num_layers: int) -> tuple[int, ...]:
         """Gives the decoder layers whose hints are recorded, in ascending order.
@@ -271,9 +316,6 @@ class RecordedConfig:
         replay_routing: Whether tokens go to the rollout's experts. If not, rows of fc2 whose expert
             the rollout did not take are rounded to nearest and counted.
         temperature: Temperature of the rollout's sampling.
-        clip_low: The ratio of the new to the old policy is clipped below 1 - clip_low.
-        clip_high: The ratio of the new to the old policy is clipped above 1 + clip_high.
-        importance_cap: Upper bound of the token weight, old policy over rollout.
         prefetch: Whether a thread reads the hints of a step's next micro-batches meanwhile.
         hint_memory_mb: Most MiB of host memory for the hints of micro-batches that were read and
             not used yet, the one in use included, for each chunk of the model on a rank; prefetch
@@ -286,9 +328,6 @@ class RecordedConfig:
     attention: Literal["megatron", "sdpa"] = "megatron"
     replay_routing: bool = True
     temperature: float = 1.0
-    clip_low: float = 0.2
-    clip_high: float = 0.28
-    importance_cap: float = 5.0
     prefetch: bool = False
     hint_memory_mb: int | None = None
 

@@ -44,7 +44,12 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from megatron_trace.arguments import add_trace_arguments, trace_config_from_args
+from megatron_trace.arguments import (
+    add_loss_arguments,
+    add_trace_arguments,
+    loss_config_from_args,
+    trace_config_from_args,
+)
 from megatron_trace.config import TraceConfig
 from megatron_trace.models.hybrid import HybridModules, build_hybrid_model
 from megatron_trace.rl import checkpoint
@@ -113,7 +118,7 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--hint-files", action="store_true", help="hints in files under --output, not in memory"
     )
-    add_trace_arguments(parser)
+    add_loss_arguments(add_trace_arguments(parser))
     parser.set_defaults(trace_diagnostic_share=0.125)
     options = parser.parse_args(arguments)
     if "flags" not in options.runs:
@@ -142,6 +147,7 @@ def run_settings(options: argparse.Namespace, name: str, seed: int) -> RunSettin
     trace = dataclasses.replace(trace_config_from_args(options), **_changes(options, name))
     return RunSettings(
         trace=trace,
+        loss=loss_config_from_args(options),
         optimizer=OptimizerSettings(learning_rate=options.learning_rate),
         trainer_dtype=options.trainer_dtype,
         trainer_attention=options.trainer_attention,
@@ -155,9 +161,11 @@ def run_settings(options: argparse.Namespace, name: str, seed: int) -> RunSettin
 
 def _changes(options: argparse.Namespace, name: str) -> dict[str, Any]:
     changes: dict[str, Any] = dict(RUNS[name])
-    if changes.get("method", options.trace_method) == "bf16":
-        # What has an effect on the quantised runs only.
+    method = changes.get("method", options.trace_method)
+    if method in ("bf16", "quads"):  # Whose trainers give activations no codes.
         changes["diagnostic_share"] = 0.0
+    if method == "bf16":
+        # What has an effect on the quantised runs only.
         changes |= {n: getattr(TraceConfig, n) for n in ("number_format", "quantised_parts")}
     return changes
 

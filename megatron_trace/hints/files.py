@@ -172,6 +172,17 @@ class HintFiles:
                 return sample
         raise LookupError(f"{self.folder} has no sample {sample_id} (shard 0 holds it)")
 
+    def policy_version(self, sample_id: str) -> int:
+        """Gives the policy version of a complete sample, without reading its file.
+
+        Raises:
+            LookupError: There is no such sample.
+        """
+        stored = self._find(sample_id)
+        if stored is None or not stored.is_complete:
+            raise LookupError(f"{self.folder} has no complete sample {sample_id}")
+        return stored.policy_version
+
     def shard_files(self, sample_id: str) -> tuple[SampleFile, ...]:
         """Gives the open files of a sample's committed shards; none if unknown."""
         stored = self._find(sample_id)

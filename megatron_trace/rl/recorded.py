@@ -22,12 +22,19 @@ from torch.utils.data import Dataset
 
 from megatron_trace.config import RecordedConfig, TraceConfig
 from megatron_trace.hints.types import Site
-from megatron_trace.rl.losses import GrpoSettings, grpo_loss
+from megatron_trace.rl.losses import count_units, summed_loss
+from megatron_trace.rl.objectives.settings import loss_settings
+from megatron_trace.rl.objectives.values import PolicyBatch
 from megatron_trace.rl.recorded_pass import Indices, RecordedPass, part_of
 from megatron_trace.rl.rollout_folder import RolloutFolder
+from megatron_trace.rl_config import LossConfig
 from megatron_trace.training.megatron_model import trace_sites
 from megatron_trace.training.micro_batch import MicroBatch
-from megatron_trace.training.model import forward_micro_batch, logprobs_of_logits
+from megatron_trace.training.model import (
+    forward_micro_batch,
+    logprobs_of_logits,
+    top_logprobs_of_logits,
+)
 from megatron_trace.training.over_ranks import agreed, summed_report
 from megatron_trace.training.prefetch import read_micro_batch
 from megatron_trace.training.report import SiteReport, TraceReport
@@ -66,7 +73,8 @@ class RecordedTraining:
 
     Args:
         trace: Settings of TRACE.
-        recorded: Folders and settings of the objective.
+        recorded: Folders and how they are trained on.
+        loss: Settings of the objective.
         num_positions: Positions of every micro-batch, which pipeline stages must know beforehand;
             None takes as many as its samples need.
         num_micro_batches: Gives how many micro-batches Megatron's next pass will forward, of
@@ -84,6 +92,7 @@ class RecordedTraining:
         self,
         trace: TraceConfig,
         recorded: RecordedConfig,
+        loss: LossConfig | None = None,
         *,
         num_positions: int | None = None,
         num_micro_batches: Callable[[bool], int] | None = None,
@@ -105,11 +114,16 @@ class RecordedTraining:
         self.num_micro_batches = num_micro_batches
         bound = recorded.hint_memory_mb
         self._max_host_bytes = None if bound is None else bound * 2**20
+        loss = loss or LossConfig()
+        self._loss = loss_settings(trace.method, loss)
         self.folders = [
-            RolloutFolder(path) for path in (recorded.hint_dir, recorded.valid_hint_dir) if path
+            RolloutFolder(path).for_objective(
+                loss, drop_without_spread=self._loss.objective == "dapo"
+            )
+            for path in (recorded.hint_dir, recorded.valid_hint_dir)
+            if path
         ]
         self.settings = self.folders[0].settings
-        self._loss = GrpoSettings(recorded.clip_low, recorded.clip_high, recorded.importance_cap)
         self._require_one_kind_of_rollout()
         # Sites of the stages that ran since the last check, and what all did before it.
         self._running: dict[int, TraceSites] = {}
@@ -141,6 +155,14 @@ class RecordedTraining:
                     folder.folder,
                     len(folder.unsettled),
                 )
+            for names, reason in (
+                (folder.stale, "they are older than --trace-max-lag allows"),
+                (folder.without_spread, "all rewards of their groups are equal"),
+            ):
+                if names:
+                    _logger.warning(
+                        "%s: %d samples are left out, as %s", folder.folder, len(names), reason
+                    )
             if number > len(folder):
                 _logger.warning(
                     "%s has %d samples, and %d are taken: each up to %d times",
@@ -200,46 +222,60 @@ class RecordedTraining:
     def loss(
         self, micro_batch: MicroBatch, advantages: torch.Tensor, logits: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, Report]:
-        """Gives the summed loss of a micro-batch, its number of tokens, and what Megatron logs.
+        """Gives the summed loss of a micro-batch, what its mean is over, and what Megatron logs.
 
         Each of them is that of this rank's positions: Megatron adds them up over the data- and
-        context-parallel ranks. The policy before the step is the trainer's own: every sample takes
-        part in one step.
+        context-parallel ranks, and divides by the tokens, or sequences, of the step. The policy
+        before the step is the trainer's own: every sample takes part in one step.
 
         Args:
             micro_batch: The samples.
             advantages: FP32 [B].
             logits: Output of the last stage.
         """
-        logprobs = logprobs_of_logits(logits, micro_batch, temperature=self.recorded.temperature)
-        old = logprobs.detach()
-        mask = torch.zeros_like(micro_batch.loss_mask)
-        own = micro_batch.attention_rows.positions
-        mask[:, own] = micro_batch.loss_mask[:, own]
-        num_tokens = mask.sum()
-        mean, sums = grpo_loss(
-            logprobs,
-            old,
-            micro_batch.rollout_logprobs,
-            advantages,
-            mask,
-            num_tokens=max(int(num_tokens), 1),
-            settings=self._loss,
+        temperature = self.recorded.temperature
+        logprobs = logprobs_of_logits(logits, micro_batch, temperature=temperature)
+        own = torch.zeros_like(micro_batch.loss_mask)
+        own[:, micro_batch.attention_rows.positions] = True
+        batch = PolicyBatch(
+            theta=logprobs,
+            old=logprobs.detach(),
+            rollout=micro_batch.rollout_logprobs,
+            advantages=advantages,
+            mask=micro_batch.loss_mask,
+            own=own,
+            **self._most_likely(logits, micro_batch),
         )
-        loss = mean * num_tokens
-        gap = (old - micro_batch.rollout_logprobs).abs()[mask].sum()
+        loss, sums = summed_loss(batch, self._loss)
+        num_units = count_units(batch.mask, self._loss, own)
+        gap = (batch.old - batch.rollout).abs()[batch.mask & own].sum()
 
-        def per_token(total: torch.Tensor | float) -> torch.Tensor:
+        def over(number: int, total: torch.Tensor | float) -> torch.Tensor:
             total = torch.as_tensor(total, dtype=torch.float32, device=loss.device)
-            return torch.stack([total.detach(), num_tokens.float()])
+            return torch.stack([total.detach(), total.new_tensor(float(number))])
 
+        per_token = partial(over, sums.num_tokens)
         report = {
-            "policy loss": per_token(loss),
+            "policy loss": over(num_units, loss),
             "log-prob gap": per_token(gap),
             "kl rollout": per_token(sums.kl_rollout),
             "importance weight": per_token(sums.weight),
+            "importance masked": per_token(sums.masked),
+            "clipped": per_token(sums.clipped),
+            "entropy": per_token(sums.surprise),
         }
-        return loss, num_tokens.int(), report
+        return loss, torch.tensor(num_units, dtype=torch.int32, device=loss.device), report
+
+    def _most_likely(
+        self, logits: torch.Tensor, micro_batch: MicroBatch
+    ) -> dict[str, torch.Tensor | None]:
+        if self._loss.objective != "score_centering":
+            return {}
+        temperature = self.recorded.temperature
+        return {
+            "top_theta": top_logprobs_of_logits(logits, micro_batch, temperature=temperature),
+            "top_rollout": micro_batch.top_logprobs,
+        }
 
     def assert_ran(self) -> None:
         """Checks that the quantisers of every stage ran since the last check, then forgets it.

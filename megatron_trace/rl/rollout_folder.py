@@ -27,6 +27,8 @@ from megatron_trace.hints.folder import version_folder
 from megatron_trace.hints.settings_file import SETTINGS_FILE, load_settings, save_settings
 from megatron_trace.hints.types import QuantizerSettings, RolloutSample
 from megatron_trace.rl.advantages import group_advantages
+from megatron_trace.rl.staleness import fresh_samples
+from megatron_trace.rl_config import LossConfig
 
 REWARDS_FOLDER = "rewards"
 
@@ -145,6 +147,9 @@ class RolloutFolder:
         hints: The hints.
         settings: Quantiser settings of the samples; None for BF16.
         unsettled: Samples that were left out.
+        without_spread: Samples that `for_objective` left out, as all rewards of their group are
+            equal.
+        stale: Samples that it left out as too old.
 
     Raises:
         FileNotFoundError: There is no such folder.
@@ -178,6 +183,8 @@ class RolloutFolder:
             )
         self._rewards = {name: rewards[name] for name in self._sample_ids}
         self._advantages = _advantages(self._rewards)
+        self.without_spread: tuple[str, ...] = ()
+        self.stale: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         """Samples that can be trained on."""
@@ -198,6 +205,39 @@ class RolloutFolder:
     def advantage(self, index: int) -> float:
         """Gives a sample's advantage without reading its file."""
         return self._advantages[self._sample_ids[index]]
+
+    def for_objective(self, config: LossConfig, *, drop_without_spread: bool) -> RolloutFolder:
+        """Gives the samples that an objective takes, with the advantages of their whole groups.
+
+        Args:
+            config: Bound of staleness: versions before the latest of the folder, as what is trained
+                on recorded rollouts has no version of its own.
+            drop_without_spread: Whether groups whose rewards are all equal are left out.
+
+        Raises:
+            StaleSampleError: A sample is too old, and is not to be left out.
+            ValueError: No sample is left.
+        """
+        versions = {name: self.hints.policy_version(name) for name in self._sample_ids}
+        fresh = set(fresh_samples(versions, max(versions.values()), config))
+        spread = {
+            name for name in self._sample_ids if self._advantages[name] or not drop_without_spread
+        }
+        # A sample of a group with spread may have exactly the mean reward.
+        groups = {self._rewards[name].group for name in spread}
+        of_groups = {name for name in self._sample_ids if self._rewards[name].group in groups}
+        other = copy.copy(self)
+        other.stale = tuple(name for name in self._sample_ids if name not in fresh)
+        other.without_spread = tuple(name for name in self._sample_ids if name not in of_groups)
+        other._sample_ids = tuple(
+            name for name in self._sample_ids if name in fresh and name in of_groups
+        )
+        if not other._sample_ids:
+            raise ValueError(
+                f"{self.folder} has no sample to train on: of {len(self)}, {len(other.stale)} are "
+                f"too old and {len(other.without_spread)} are of groups with equal rewards"
+            )
+        return other
 
     def with_own_reader(self) -> RolloutFolder:
         """Gives the same samples, to be read by another thread."""

@@ -20,7 +20,7 @@ from megatron_trace.hints.files_writer import HintFilesWriter
 from megatron_trace.hints.store import HintStore
 from megatron_trace.hints.types import QuantizerSettings
 from megatron_trace.models.expert_names import local_name
-from megatron_trace.rl.losses import GrpoSettings
+from megatron_trace.rl.objectives.settings import LossSettings, loss_settings
 from megatron_trace.rl.optimizer import OptimizerSettings, build_optimizer
 from megatron_trace.rl.rewards import AnswerFormat, score_samples
 from megatron_trace.rl.tasks import (
@@ -29,6 +29,7 @@ from megatron_trace.rl.tasks import (
     TaskItem,
     encode_prompts,
 )
+from megatron_trace.rl_config import LossConfig
 from megatron_trace.rollout.engine import RolloutEngine
 from megatron_trace.rollout.sampling import SamplingSettings
 from megatron_trace.rollout.weights import plain_digest
@@ -46,7 +47,7 @@ class RunSettings:
 
     Attributes:
         trace: Method and hints.
-        loss: Objective.
+        loss: Objective, corrections, bound of staleness.
         optimizer: Optimizer.
         trainer_dtype: dtype of the trainer; the rollout computes in BF16.
         trainer_attention: Attention arithmetic of the trainer, see `build_trainer_model`. The
@@ -65,7 +66,7 @@ class RunSettings:
     """
 
     trace: TraceConfig
-    loss: GrpoSettings = field(default_factory=GrpoSettings)
+    loss: LossConfig = field(default_factory=LossConfig)
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
     trainer_dtype: Literal["bf16", "fp32"] = "bf16"
     trainer_attention: TrainerAttention = "megatron"
@@ -97,13 +98,21 @@ class RunSettings:
             )
         if self.trainer_dtype not in TRAINER_DTYPES:
             raise ValueError(f"trainer_dtype must be bf16 or fp32; got {self.trainer_dtype!r}")
+        loss_settings(self.trace.method, self.loss)
+
+    @property
+    def objective(self) -> LossSettings:
+        """What `loss` means for the method."""
+        return loss_settings(self.trace.method, self.loss)
 
     def sampling(self, *, greedy: bool = False) -> SamplingSettings:
-        """Gives how the engine samples."""
+        """Gives how the engine samples, of a vocabulary that is large enough."""
         if greedy:
             return SamplingSettings(max_new_tokens=self.max_response_tokens, greedy=True)
         return SamplingSettings(
-            max_new_tokens=self.max_response_tokens, temperature=self.temperature
+            max_new_tokens=self.max_response_tokens,
+            temperature=self.temperature,
+            top_logprobs=self.objective.center_top_k,
         )
 
 
@@ -155,6 +164,12 @@ class RlRun:
     progress: Progress = field(default_factory=Progress)
     reader: HintFiles | None = None
     max_hint_bytes: int | None = None
+
+    def sampling(self) -> SamplingSettings:
+        """Gives how the engine samples for training: no more most likely tokens than there are."""
+        sampling = self.settings.sampling()
+        top_logprobs = min(sampling.top_logprobs, self.tokenizer.vocab_size)
+        return dataclasses.replace(sampling, top_logprobs=top_logprobs)
 
     def named_weights(self) -> dict[str, torch.Tensor]:
         """Gives the trainer's parameters by the names that the engine has for them."""

@@ -1,6 +1,6 @@
 """The RL step, top to bottom.
 
-    prompts -> rollout (FP4, hints recorded) -> rewards -> advantages -> micro-batches
+    prompts -> rollout (FP4, hints recorded) -> rewards -> advantages -> choice -> micro-batches
             -> old log-probs -> loss and backward (hints in force) -> optimizer step
             -> push (digests compared) -> hints expire
 
@@ -23,13 +23,19 @@ from megatron_trace.hints.files_writer import HintFilesWriter
 from megatron_trace.hints.types import RolloutSample
 from megatron_trace.metrics import LogprobGap, logprob_gap
 from megatron_trace.rl.advantages import group_advantages
-from megatron_trace.rl.losses import LossSums, grpo_loss
+from megatron_trace.rl.losses import LossSums, policy_loss
+from megatron_trace.rl.objectives.values import PolicyBatch
 from megatron_trace.rl.prompt_order import rows_of_step
 from megatron_trace.rl.rewards import score_samples
 from megatron_trace.rl.run import RlRun
+from megatron_trace.rl.staleness import fresh_samples
 from megatron_trace.rl.tasks import PADDING_TOKEN
 from megatron_trace.training.micro_batch import MicroBatch, make_micro_batch
-from megatron_trace.training.model import token_logprobs
+from megatron_trace.training.model import (
+    forward_micro_batch,
+    logprobs_of_logits,
+    top_logprobs_of_logits,
+)
 from megatron_trace.training.prefetch import MicroBatchPrefetcher
 
 # Rollouts of a run, and of runs with neighbouring seeds, must not share a sampling seed.
@@ -49,6 +55,23 @@ class TrainingBatch:
     micro_batch: MicroBatch
     advantages: torch.Tensor
     old_logprobs: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The samples of a rollout that are trained on.
+
+    Attributes:
+        samples: The samples.
+        advantages: FP32 [samples].
+        num_stale: Samples that were left out as too old.
+        num_without_spread: Samples that were left out as all rewards of their group are equal.
+    """
+
+    samples: list[RolloutSample]
+    advantages: torch.Tensor
+    num_stale: int
+    num_without_spread: int
 
 
 @dataclass
@@ -90,14 +113,16 @@ def rl_step(run: RlRun) -> dict[str, Any]:
 
     with _timed(seconds, "train"):
         rewards = rewards_of(run, samples, rows)
-        update = train(run, samples, group_advantages(rewards).flatten())
-        run.sites.assert_ran()
+        chosen = choose(run, samples, rewards)
+        update = train(run, chosen.samples, chosen.advantages)
+        if chosen.samples:
+            run.sites.assert_ran()
 
     with _timed(seconds, "push"):
         run.push_weights(run.progress.policy_version + 1)
     run.store.expire(before=run.progress.policy_version)
 
-    metrics = step_metrics(run, samples, rewards, update, seconds)
+    metrics = step_metrics(run, samples, rewards, chosen, update, seconds)
     run.progress = dataclasses.replace(
         run.progress,
         step=run.progress.step + 1,
@@ -121,7 +146,7 @@ def roll_out(run: RlRun) -> tuple[list[RolloutSample], list[int]]:
         [run.prompts[row] for row, _ in places],
         [f"step-{progress.step}/item-{row}/sample-{n}" for row, n in places],
         store=run.store,
-        sampling=settings.sampling(),
+        sampling=run.sampling(),
         seed=settings.seed * _SEEDS_PER_RUN + progress.step,
     )
     if isinstance(run.store, HintFilesWriter):
@@ -135,6 +160,33 @@ def rewards_of(run: RlRun, samples: Sequence[RolloutSample], rows: Sequence[int]
     items = [run.items[row] for row in rows for _ in range(num_samples)]
     scores = score_samples(samples, items, run.tokenizer, answer_format=run.settings.answer_format)
     return torch.tensor(scores).view(len(rows), num_samples)
+
+
+def choose(run: RlRun, samples: Sequence[RolloutSample], rewards: torch.Tensor) -> Chosen:
+    """Gives the samples that the objective takes, with the advantages of their whole groups.
+
+    Args:
+        run: The run.
+        samples: G * N samples, those of a group next to each other.
+        rewards: FP32 [G, N].
+
+    Raises:
+        StaleSampleError: A sample is too old, and is not to be left out.
+    """
+    versions = {sample.sample_id: sample.policy_version for sample in samples}
+    fresh = set(fresh_samples(versions, run.progress.policy_version, run.settings.loss))
+    spread = rewards.amax(dim=1, keepdim=True) > rewards.amin(dim=1, keepdim=True)
+    has_spread = spread.expand_as(rewards).flatten()
+    wanted = has_spread if run.settings.objective.objective == "dapo" else has_spread | True
+    kept = [
+        row for row, sample in enumerate(samples) if sample.sample_id in fresh and bool(wanted[row])
+    ]
+    return Chosen(
+        [samples[row] for row in kept],
+        group_advantages(rewards).flatten()[kept],
+        num_stale=len(samples) - len(fresh),
+        num_without_spread=int((~wanted).sum()),
+    )
 
 
 def training_batches(
@@ -186,29 +238,35 @@ def train(run: RlRun, samples: Sequence[RolloutSample], advantages: torch.Tensor
         advantages: FP32 [samples].
     """
     update = Update()
+    if not samples:  # Nothing is to be learnt: the weights stay as they are.
+        return update
     if run.reader is not None and run.settings.updates_per_rollout == 1:
         with streamed_batches(run, samples, advantages) as batches:
-            _optimizer_step(run, batches, _num_tokens(samples), update)
+            _optimizer_step(run, batches, _num_units(run, samples), update)
         return update
-    per_update = len(samples) // run.settings.updates_per_rollout
+    per_update = -(-len(samples) // run.settings.updates_per_rollout)
     slices = list(_slices(0, len(samples), per_update))
     batches = [training_batches(run, samples[rows], advantages[rows]) for rows in slices]
     if len(batches) > 1:
         # The first optimizer step changes the policy that later ones must be compared with.
         for batch in (batch for batches_of_update in batches for batch in batches_of_update):
             with torch.no_grad(), run.sites.micro_batch(batch.micro_batch):
-                batch.old_logprobs = _logprobs(run, batch.micro_batch)
+                batch.old_logprobs = _logprobs(run, batch.micro_batch)[0]
     for rows, batches_of_update in zip(slices, batches, strict=True):
-        _optimizer_step(run, batches_of_update, _num_tokens(samples[rows]), update)
+        _optimizer_step(run, batches_of_update, _num_units(run, samples[rows]), update)
     return update
 
 
-def _num_tokens(samples: Sequence[RolloutSample]) -> int:
-    return sum(len(sample.response_tokens) for sample in samples)
+def _num_units(run: RlRun, samples: Sequence[RolloutSample]) -> int:
+    """Gives what the loss of an optimizer step is a mean over: tokens, or sequences."""
+    lengths = [len(sample.response_tokens) for sample in samples]
+    if run.settings.objective.unit == "sequences":
+        return sum(length > 0 for length in lengths)
+    return sum(lengths)
 
 
 def _optimizer_step(
-    run: RlRun, batches: Iterable[TrainingBatch], num_tokens: int, update: Update
+    run: RlRun, batches: Iterable[TrainingBatch], num_units: int, update: Update
 ) -> None:
     run.ddp.train()
     run.ddp.zero_grad_buffer()
@@ -216,17 +274,21 @@ def _optimizer_step(
     total = 0.0
     for batch in batches:
         with run.sites.micro_batch(batch.micro_batch):
-            logprobs = _logprobs(run, batch.micro_batch)
+            logprobs, top_logprobs = _logprobs(run, batch.micro_batch)
             if batch.old_logprobs is None:
                 batch.old_logprobs = logprobs.detach()
-            loss, sums = grpo_loss(
-                logprobs,
-                batch.old_logprobs,
-                batch.micro_batch.rollout_logprobs,
-                batch.advantages,
-                batch.micro_batch.loss_mask,
-                num_tokens=num_tokens,
-                settings=run.settings.loss,
+            loss, sums = policy_loss(
+                PolicyBatch(
+                    theta=logprobs,
+                    old=batch.old_logprobs,
+                    rollout=batch.micro_batch.rollout_logprobs,
+                    advantages=batch.advantages,
+                    mask=batch.micro_batch.loss_mask,
+                    top_theta=top_logprobs,
+                    top_rollout=None if top_logprobs is None else batch.micro_batch.top_logprobs,
+                ),
+                num_units=num_units,
+                settings=run.settings.objective,
             )
             loss.backward()
         total += loss.item()
@@ -247,14 +309,21 @@ def _optimizer_step(
     update.grad_norms.append(float(grad_norm))
 
 
-def _logprobs(run: RlRun, micro_batch: MicroBatch) -> torch.Tensor:
-    return token_logprobs(run.ddp, run.sites, micro_batch, temperature=run.settings.temperature)
+def _logprobs(run: RlRun, micro_batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Gives the log-probs of the next tokens, and those of the rollout's most likely ones."""
+    logits = forward_micro_batch(run.ddp, run.sites, micro_batch)
+    temperature = run.settings.temperature
+    top_logprobs = None
+    if run.settings.objective.center_top_k:
+        top_logprobs = top_logprobs_of_logits(logits, micro_batch, temperature=temperature)
+    return logprobs_of_logits(logits, micro_batch, temperature=temperature), top_logprobs
 
 
 def step_metrics(
     run: RlRun,
     samples: Sequence[RolloutSample],
     rewards: torch.Tensor,
+    chosen: Chosen,
     update: Update,
     seconds: dict[str, float],
 ) -> dict[str, Any]:
@@ -269,8 +338,10 @@ def step_metrics(
         "groups_with_spread": spread.float().mean().item(),
         "response_tokens": sum(lengths) / len(lengths),
         "unfinished": sum(s.finish_reason != "stop" for s in samples) / len(samples),
-        "loss": sum(update.losses) / len(update.losses),
-        "grad_norm": max(update.grad_norms),
+        "stale_dropped": chosen.num_stale,
+        "without_spread_dropped": chosen.num_without_spread,
+        "loss": sum(update.losses) / max(len(update.losses), 1),
+        "grad_norm": max(update.grad_norms, default=0.0),
         **update.sums.means(),
         "gap": dataclasses.asdict(gap),
         "quantisers": run.sites.report().as_dict(),
@@ -282,7 +353,11 @@ def step_metrics(
 
 
 def _gap(update: Update) -> LogprobGap:
-    rollout, old = torch.cat(update.rollout_logprobs), torch.cat(update.old_logprobs)
+    nothing = torch.empty(0)
+    rollout, old = (
+        torch.cat([nothing, *(part.cpu() for part in parts)])
+        for parts in (update.rollout_logprobs, update.old_logprobs)
+    )
     return logprob_gap(rollout, old, torch.ones(len(rollout), dtype=torch.bool))
 
 

@@ -16,7 +16,9 @@ from megatron.core.models.hybrid.hybrid_model import HybridModel
 
 from megatron_trace.hints.store import HintStore
 from megatron_trace.hints.types import RolloutSample
-from megatron_trace.rl.losses import GrpoSettings, grpo_loss
+from megatron_trace.rl.losses import policy_loss as step_loss
+from megatron_trace.rl.objectives.settings import LossSettings
+from megatron_trace.rl.objectives.values import PolicyBatch
 from megatron_trace.study.measure import batches_by_length
 from megatron_trace.study.trainer import StudySites
 from megatron_trace.training.micro_batch import make_micro_batch
@@ -67,7 +69,7 @@ def chunk_gradients(
     samples: Sequence[RolloutSample],
     store: HintStore | None,
 ) -> ChunkGradients:
-    """Gives the gradient of the loss of every chunk of the samples, FP32 by parameter."""
+    """Gives the gradient of the loss of every chunk of the samples, as parameters are kept."""
     advantages = synthetic_advantages(samples)
     num_tokens = sum(len(sample.response_tokens) for sample in samples)
     chunks = []
@@ -78,9 +80,7 @@ def chunk_gradients(
             loss.backward()
         chunks.append(
             {
-                name: torch.zeros_like(parameter, dtype=torch.float32)
-                if parameter.grad is None
-                else parameter.grad.float()
+                name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 for name, parameter in trainer.named_parameters()
             }
         )
@@ -101,15 +101,15 @@ def policy_loss(
     sites.counts = {}  # Not read here, and those of other samples.
     with sites.micro_batch(micro_batch):
         logprobs = token_logprobs(trainer, sites, micro_batch)
-    loss, _ = grpo_loss(
-        logprobs,
-        logprobs.detach(),
-        micro_batch.rollout_logprobs,
-        torch.tensor([advantages[sample.sample_id] for sample in samples], device=logprobs.device),
-        micro_batch.loss_mask,
-        num_tokens=num_tokens,
-        settings=GrpoSettings(),
+    of_samples = [advantages[sample.sample_id] for sample in samples]
+    batch = PolicyBatch(
+        theta=logprobs,
+        old=logprobs.detach(),
+        rollout=micro_batch.rollout_logprobs,
+        advantages=torch.tensor(of_samples, device=logprobs.device),
+        mask=micro_batch.loss_mask,
     )
+    loss, _ = step_loss(batch, num_units=num_tokens, settings=LossSettings())
     return loss
 
 

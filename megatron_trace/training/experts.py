@@ -141,14 +141,17 @@ def bind_experts(moe: MoELayer, layer: int, sites: TraceSites) -> None:
 
 
 class GuidedMoELayer(DispatchInputMoELayer):
-    """Quantises each token once, before dispatch; router and shared experts read the original."""
+    """Quantises each token once, before dispatch; router and shared experts read the original.
+
+    Under quads (W4A16), and where the layer has no place, nothing is quantised here.
+    """
 
     place: MoEPlace | None = None
     packed_tokens: PackedRows | None = None
 
     def transform_dispatch_input(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Gives the fake-quantised input of the routed experts, [S, B, H]."""
-        if self.place is None:
+        if self.place is None or not self.place.sites.quantises_expert_inputs:
             return hidden_states
         sites, layer = self.place.sites, self.place.layer
         if sites.trace.save_packed_activations:
@@ -211,7 +214,9 @@ class GuidedExperts(UnweightedSequentialMLP):
         assert isinstance(moe, GuidedMoELayer), "QUANTISING_MODULES go together"
         nothing: list[None] = [None] * len(splits)
         dispatcher: Any = moe.token_dispatcher
-        slots = sites.dispatched_slots((self.place.layer, Site.FC2), dispatcher)
+        slots = None
+        if sites.quantises_expert_inputs:
+            slots = sites.dispatched_slots((self.place.layer, Site.FC2), dispatcher)
         packed = moe.packed_tokens
         if packed is not None:
             packed = packed.moved(partial(dispatch_rows, dispatcher))
@@ -256,9 +261,11 @@ class QuantisedWeightFc2(RowParallelLinear):
         if place is None:
             return super()._forward_impl(input, weight, *args, **kwargs)
         rows = _current_rows(place)
-        rounding = place.sites.slot_rounding(
-            input, (place.layer, Site.FC2), rows.slots, place.row_origin, expert=place.expert
-        )
+        rounding = None
+        if place.sites.quantises_expert_inputs:
+            rounding = place.sites.slot_rounding(
+                input, (place.layer, Site.FC2), rows.slots, place.row_origin, expert=place.expert
+            )
         return weighted_product(
             input,
             rows.probs,

@@ -2,15 +2,21 @@
 
 Tensor-parallel ranks have parts of the vocabulary, context-parallel ranks some positions.
 
-Legend: S positions of a sample, P of them on this context-parallel rank, B samples, V vocabulary.
+Legend: S positions of a sample, P of them on this context-parallel rank, B samples, V vocabulary,
+K tokens of interest at a position.
 """
 
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
-from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel.mappings import (
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+)
+from megatron.core.tensor_parallel.utils import VocabUtility
 
 from megatron_trace.hints.sharding import cp_positions
 
@@ -38,6 +44,42 @@ def target_logprobs(
     if groups.tp.size() > 1:
         return -vocab_parallel_cross_entropy(scaled, targets, tp_group=groups.tp)
     return scaled.log_softmax(-1).gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+
+
+def chosen_logprobs(
+    logits: torch.Tensor,
+    tokens: torch.Tensor,
+    groups: ProcessGroupCollection,
+    *,
+    temperature: float = 1.0,
+) -> torch.Tensor:
+    """Gives the log-probabilities of several tokens at every position.
+
+    Args:
+        logits: float [B, P, V / tp].
+        tokens: int64 [B, P, K].
+        groups: The model's; `tp` splits the vocabulary.
+        temperature: What logits are divided by.
+
+    Returns:
+        FP32 [B, P, K], equal on all tensor-parallel ranks.
+    """
+    scaled = logits.float() / temperature
+    if groups.tp.size() == 1:
+        return scaled.log_softmax(-1).gather(-1, tokens)
+    largest = scaled.detach().amax(-1)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=groups.tp)
+    scaled = scaled - largest.unsqueeze(-1)
+    total = reduce_from_tensor_model_parallel_region(scaled.exp().sum(-1), group=groups.tp)
+    first, last = VocabUtility.vocab_range_from_per_partition_vocab_size(
+        scaled.shape[-1], groups.tp.rank(), groups.tp.size()
+    )
+    here = (tokens >= first) & (tokens < last)
+    found = scaled.gather(-1, torch.where(here, tokens - first, 0))
+    chosen = reduce_from_tensor_model_parallel_region(
+        torch.where(here, found, 0.0), group=groups.tp
+    )
+    return chosen - total.log().unsqueeze(-1)
 
 
 def whole_samples(values: torch.Tensor, groups: ProcessGroupCollection) -> torch.Tensor:

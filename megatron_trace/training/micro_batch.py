@@ -68,6 +68,10 @@ class MicroBatch:
             tokens' columns; empty unless the method is trace.
         codes: The rollout's full codes likewise, for metrics only.
         settings_digest: Digest of the quantiser settings of all samples.
+        top_tokens: int64 [B, S, K]; the rollout's K most likely tokens after token s, 0 outside the
+            response; None if the samples have none.
+        top_logprobs: FP32 [B, S, K]; their log-probabilities in the rollout, -Inf where there is
+            none.
     """
 
     made_for: TraceSites
@@ -82,6 +86,8 @@ class MicroBatch:
     hints: Mapping[Place, HintRows]
     codes: Mapping[Place, HintRows]
     settings_digest: str
+    top_tokens: torch.Tensor | None = None
+    top_logprobs: torch.Tensor | None = None
 
     @property
     def hint_bytes(self) -> int:
@@ -163,6 +169,9 @@ def map_tensors(
     )
     names = ("tokens", "loss_mask", "rollout_logprobs", "valid", "routing")
     tensors = {name: move(getattr(micro_batch, name)) for name in names}
+    if micro_batch.top_tokens is not None and micro_batch.top_logprobs is not None:
+        tensors["top_tokens"] = move(micro_batch.top_tokens)
+        tensors["top_logprobs"] = move(micro_batch.top_logprobs)
     token_rows, attention_rows = rows
     return replace(
         micro_batch,
@@ -255,6 +264,7 @@ def stage_micro_batch(
         hints={},
         codes={},
         settings_digest=samples[0].settings_digest,
+        **_most_likely_tokens(samples, length - 1),
     )
     if pin_memory:
         small = map_tensors(small, torch.Tensor.pin_memory)
@@ -263,6 +273,30 @@ def stage_micro_batch(
         "codes": _codes(samples, store, sites, length - 1, pin_memory),
     }
     return StagedMicroBatch(replace(small, **records), sites.device)
+
+
+def _most_likely_tokens(
+    samples: Sequence[RolloutSample], num_positions: int
+) -> dict[str, torch.Tensor]:
+    """Gives the fields `top_tokens` and `top_logprobs`; neither if no sample has them."""
+    widths = {0 if of.top_tokens is None else of.top_tokens.shape[1] for of in samples}
+    if len(widths) > 1:
+        raise ValueError(
+            f"samples {samples[0].sample_id} to {samples[-1].sample_id} must have equally many "
+            f"top_tokens at a position; got {sorted(widths)}"
+        )
+    shape = (len(samples), num_positions, widths.pop())
+    if shape[-1] == 0:
+        return {}
+    tokens = torch.zeros(shape, dtype=torch.int64)
+    logprobs = torch.full(shape, -torch.inf)
+    for b, sample in enumerate(samples):
+        assert sample.top_tokens is not None, "all have the same width"
+        assert sample.top_logprobs is not None, "both or none"
+        response = slice(len(sample.prompt_tokens) - 1, sample.num_rows)
+        tokens[b, response] = sample.top_tokens.to(torch.int64)
+        logprobs[b, response] = sample.top_logprobs
+    return {"top_tokens": tokens, "top_logprobs": logprobs}
 
 
 def planned_hint_bytes(

@@ -40,7 +40,7 @@ from megatron_trace.training.experts import (
     QuantisedWeightFc2,
     bind_experts,
 )
-from megatron_trace.training.logprobs import target_logprobs, whole_samples
+from megatron_trace.training.logprobs import chosen_logprobs, target_logprobs, whole_samples
 from megatron_trace.training.micro_batch import MicroBatch
 from megatron_trace.training.routing import install_keyed_replay
 from megatron_trace.training.shape import model_shape
@@ -239,6 +239,36 @@ def logprobs_of_logits(
     return whole_samples(logprobs, groups)
 
 
+def top_logprobs_of_logits(
+    logits: torch.Tensor, micro_batch: MicroBatch, *, temperature: float = 1.0
+) -> torch.Tensor:
+    """Gives the trainer's log-probabilities of the rollout's most likely tokens.
+
+    Args:
+        logits: [B, P, vocabulary / tp], output of the last stage on this rank.
+        micro_batch: The samples that were forwarded.
+        temperature: Temperature of the rollout's sampling.
+
+    Returns:
+        FP32 [B, S, K], as `logprobs_of_logits` gives those of the next tokens; those of token 0 at
+        positions outside the response.
+
+    Raises:
+        ValueError: The samples have no most likely tokens.
+    """
+    if micro_batch.top_tokens is None:
+        raise ValueError(
+            f"sample {micro_batch.sample_ids[0]} has no top_tokens; roll out with "
+            "SamplingSettings.top_logprobs > 0"
+        )
+    groups = micro_batch.made_for.groups
+    tokens = micro_batch.top_tokens[:, micro_batch.attention_rows.positions]
+    top = chosen_logprobs(logits, tokens, groups, temperature=temperature)
+    num_samples, num_positions, num_tokens = top.shape
+    flat = whole_samples(top.transpose(1, 2).reshape(-1, num_positions), groups)
+    return flat.view(num_samples, num_tokens, -1).transpose(1, 2)
+
+
 def _prepared(
     model_config: TransformerConfig,
     trace: TraceConfig,
@@ -274,10 +304,8 @@ def _modules(
 
         recipe = te_specs.TE_RECIPE_MODULES if experts == "te_recipe" else te_specs.TE_MODULES
         modules = recipe if quantising else te_specs.PLAIN_TE_MODULES
-    core_attention = guided if trace.quantises_kv else plain
-    return dataclasses.replace(
-        modules, core_attention=core_attention, delta_rule=trace.delta_rule
-    )
+    core_attention = guided if trace.trains_quantised_kv else plain
+    return dataclasses.replace(modules, core_attention=core_attention, delta_rule=trace.delta_rule)
 
 
 def _with_dtype(config: TransformerConfig, dtype: torch.dtype) -> TransformerConfig:
@@ -320,7 +348,7 @@ def _require_supported(config: TransformerConfig, trace: TraceConfig, experts: E
     }
     if trace.method != "bf16":
         formats = FORMAT_SETS[trace.number_format]
-        widths = [("kv_channels", formats.kv_cache)] if trace.quantises_kv else []
+        widths = [("kv_channels", formats.kv_cache)] if trace.trains_quantised_kv else []
         if config.num_moe_experts is not None and trace.quantises_experts:
             widths += [("hidden_size", formats.activations)]
             widths += [("moe_ffn_hidden_size", formats.activations)]
@@ -384,7 +412,7 @@ def _bound_sites(model: DecoderModel, trace: TraceConfig, max_sequence_length: i
 def _bind(model: DecoderModel, sites: TraceSites) -> None:
     """Tells every quantising module of the decoder where it stands; MTP's stay plain."""
     for layer in decoder_layers(model):
-        if layer.attention is not None and sites.trace.quantises_kv:
+        if layer.attention is not None and sites.trace.trains_quantised_kv:
             core_attention: Any = layer.attention.core_attention
             core_attention.place = AttentionPlace(sites, layer.index)
         if layer.moe is None or not sites.trace.quantises_experts:

@@ -44,7 +44,7 @@ def weighted_product(
     probs: torch.Tensor,
     weight: torch.Tensor,
     quantised_weight: torch.Tensor,
-    rounding: Rounding,
+    rounding: Rounding | None,
     *,
     save_packed: bool,
 ) -> torch.Tensor:
@@ -55,14 +55,19 @@ def weighted_product(
         probs: float [N]; p.
         weight: float [M, K]; the parameter, which gets the gradient.
         quantised_weight: [M, K]; its dequantised codes.
-        rounding: How the activation is quantised.
+        rounding: How the activation is quantised; None leaves it as it is.
         save_packed: Whether backward keeps the quantised activation as codes.
 
     Returns:
         [N, M] in the dtype of the activation.
     """
-    packed = rounding.packed(activation) if save_packed else None
-    quantised = rounding.quantised(activation) if packed is None else None
+    packed = quantised = None
+    if rounding is None:
+        quantised = activation.detach()
+    elif save_packed:
+        packed = rounding.packed(activation)
+    else:
+        quantised = rounding.quantised(activation)
     return _WeightedProduct.apply(  # pyright: ignore[reportReturnType]
         activation, weight, probs, quantised_weight, quantised, packed
     )

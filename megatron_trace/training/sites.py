@@ -93,14 +93,19 @@ class TraceSites:
 
     @property
     def quantises_experts(self) -> bool:
-        """Whether weights and inputs of routed experts are fake-quantised."""
+        """Whether weights of routed experts are fake-quantised, and but for quads their inputs."""
         return self.trace.quantises_experts and bool(self.shape.moe_layers)
 
     @property
     def quantised_places(self) -> tuple[Place, ...]:
         """Places that are fake-quantised."""
-        sites = self.trace.quantised_sites
+        sites = self.trace.trained_sites
         return tuple(place for place in self.shape.places if str(place[1]) in sites)
+
+    @property
+    def quantises_expert_inputs(self) -> bool:
+        """Whether inputs of routed experts are fake-quantised; not under quads, which is W4A16."""
+        return Site.FC1 in self.trace.trained_sites
 
     def format_of(self, site: Site) -> NumberFormat:
         """Gives the number format of a site."""

@@ -94,6 +94,11 @@ def require_runnable(config: TransformerConfig, trace: TraceConfig, experts: Exp
     }.items():
         if present:
             raise ValueError(f"experts={experts} needs {problem}; use experts=local")
+    if trace.method == "quads":
+        raise ValueError(
+            f"experts={experts} contradicts method=quads, whose experts read BF16: Transformer "
+            "Engine's round their inputs; use experts=local"
+        )
     if trace.save_packed_activations:
         raise ValueError(
             f"save_packed_activations contradicts experts={experts}: Transformer Engine keeps what "

@@ -12,11 +12,13 @@ from megatron_trace.arguments import (
     add_recorded_arguments,
     add_trace_arguments,
     attribute_docs,
+    loss_config_from_args,
     recorded_config_from_args,
     require_agreement,
     trace_config_from_args,
 )
 from megatron_trace.config import RecordedConfig, TraceConfig
+from megatron_trace.rl_config import LossConfig
 
 EVERY_FLAG = """
     --trace-method qat
@@ -219,7 +221,8 @@ def test_flags_of_megatron_that_contradict_ours_are_named_with_ours(changes, nam
 def test_recorded_rollouts_have_flags_and_a_help_group_of_their_own() -> None:
     parser = add_recorded_arguments(argparse.ArgumentParser())
     args = parser.parse_args(["--trace-hint-dir", "rollouts", "--trace-importance-cap", "2"])
-    assert recorded_config_from_args(args) == RecordedConfig("rollouts", importance_cap=2.0)
+    assert recorded_config_from_args(args) == RecordedConfig("rollouts")
+    assert loss_config_from_args(args) == LossConfig(importance_cap=2.0)
     text = parser.format_help()
     assert "trace, recorded rollouts:" in text
     assert "--trace-valid-hint-dir" in text

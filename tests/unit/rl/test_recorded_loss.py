@@ -13,6 +13,7 @@ from megatron_trace.hints import HintFilesWriter, HintKey, Site
 from megatron_trace.rl import recorded
 from megatron_trace.rl.recorded import RecordedTraining
 from megatron_trace.rl.rollout_folder import Reward, commit_rollouts
+from megatron_trace.rl_config import LossConfig
 from megatron_trace.testing.single_process import single_process
 from megatron_trace.testing.tiny_trainer import VOCAB_SIZE, recorded_rollout, tiny_trainer
 from megatron_trace.training.micro_batch import RankRows, make_micro_batch
@@ -20,6 +21,7 @@ from megatron_trace.training.micro_batch import RankRows, make_micro_batch
 # (prompt, response) tokens; one response is empty.
 LENGTHS = ((5, 3), (3, 0), (7, 4), (2, 6))
 ADVANTAGES = torch.tensor([0.5, 2.0, -1.0, 0.25])
+CAPPED = LossConfig(importance_cap=1.5)
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +50,7 @@ def folder(rolled, tmp_path):
 @pytest.fixture
 def training(folder):
     return RecordedTraining(
-        TraceConfig(hint_layers="all"), RecordedConfig(hint_dir=str(folder), importance_cap=1.5)
+        TraceConfig(hint_layers="all"), RecordedConfig(hint_dir=str(folder)), CAPPED
     )
 
 
@@ -91,8 +93,8 @@ def test_the_loss_sums_over_response_tokens_and_only_these(rolled, training, mic
 
 
 def test_logits_are_divided_by_the_rollouts_temperature(rolled, folder, micro_batch):
-    warm = RecordedConfig(hint_dir=str(folder), importance_cap=1.5, temperature=2.0)
-    training = RecordedTraining(TraceConfig(hint_layers="all"), warm)
+    warm = RecordedConfig(hint_dir=str(folder), temperature=2.0)
+    training = RecordedTraining(TraceConfig(hint_layers="all"), warm, CAPPED)
     shape = (*micro_batch.targets.shape, VOCAB_SIZE)
     logits = torch.randn(shape, generator=torch.Generator().manual_seed(1))
     loss, *_ = training.loss(micro_batch, ADVANTAGES, logits)

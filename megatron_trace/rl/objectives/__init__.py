@@ -1,0 +1,1 @@
+"""What an RL step maximises: one file per family of objectives."""

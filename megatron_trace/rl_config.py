@@ -1,0 +1,94 @@
+"""Settings of the losses and of the run's health: `--trace-*` flags, like those of config.py."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Literal, get_args
+
+Objective = Literal["auto", "grpo", "dapo", "gspo", "tbpo", "score_centering"]
+Correction = Literal["auto", "none", "tis", "icepop", "mis_token", "mis_sequence"]
+StaleSamples = Literal["drop", "error"]
+# Objectives that weigh the rollout's probabilities in a way of their own.
+OWN_WEIGHT = ("tbpo", "score_centering")
+
+
+@dataclass(frozen=True)
+class LossConfig:
+    """What is maximised, and how samples of another arithmetic or version are weighed.
+
+    `auto` and what is left out follow from method and objective (`rl.objectives.settings`).
+
+    Attributes:
+        objective: `grpo` and `dapo` (clipped token ratios; dapo leaves out groups without spread),
+            `gspo` and `tbpo` (sequence ratios), `score_centering`; `auto` is tbpo for method qarl,
+            score_centering for method score_centering, grpo for the others.
+        correction: Weight of a token for what its rollout probability differs: `tis` (ratio up to
+            the cap), `icepop` (ratio from floor to cap, else 0), `mis_token` and `mis_sequence`
+            (ratio up to the cap, else 0), or `none`; `auto` is tis, and none for tbpo and
+            score_centering, which have weights of their own.
+        clip_low: The ratio of the new to the old policy is clipped below 1 - clip_low; .2, and
+            3e-4 for sequence ratios, where it is left out.
+        clip_high: The same above 1 + clip_high; .28, and 4e-4 for sequence ratios.
+        importance_cap: Largest weight, old policy over rollout: 5 for tis and icepop, 2 for mis_*,
+            tbpo and score_centering, where it is left out.
+        importance_floor: Smallest ratio that icepop keeps; .5 where it is left out.
+        center_top_k: The rollout's most likely tokens that score_centering reads at each position;
+            128 where it is left out.
+        max_lag: Most policy versions that a sample may be older than the policy it trains; no bound
+            where it is left out.
+        stale_samples: What happens to older samples: `drop` (left out, counted) or `error`.
+    """
+
+    objective: Objective = "auto"
+    correction: Correction = "auto"
+    clip_low: float | None = None
+    clip_high: float | None = None
+    importance_cap: float | None = None
+    importance_floor: float | None = None
+    center_top_k: int | None = None
+    max_lag: int | None = None
+    stale_samples: StaleSamples = "drop"
+
+    def __post_init__(self) -> None:
+        """Raises ValueError on a value out of range or on contradictory settings."""
+        for name, choices in (
+            ("objective", Objective),
+            ("correction", Correction),
+            ("stale_samples", StaleSamples),
+        ):
+            known, value = get_args(choices), getattr(self, name)
+            if value not in known:
+                raise ValueError(f"{name} must be one of {', '.join(known)}; got {value!r}")
+        for name, ok, expected in (
+            ("clip_low", lambda value: 0.0 <= value < 1.0, "in [0, 1)"),
+            ("clip_high", lambda value: value >= 0.0, ">= 0"),
+            (
+                "importance_cap",
+                lambda value: value >= 1.0,
+                ">= 1, or equal policies are weighted down",
+            ),
+            (
+                "importance_floor",
+                lambda value: 0.0 <= value <= 1.0,
+                "in [0, 1], or equal policies are left out",
+            ),
+            ("center_top_k", lambda value: value >= 1, ">= 1"),
+            ("max_lag", lambda value: value >= 0, ">= 0"),
+        ):
+            value = getattr(self, name)
+            if value is not None and not ok(value):
+                raise ValueError(f"{name} must be {expected}; got {value}")
+        if self.stale_samples != "drop" and self.max_lag is None:
+            raise ValueError(
+                f"stale_samples={self.stale_samples} has no effect without max_lag, as no sample "
+                "is too old then; set max_lag or leave it out"
+            )
+
+    @property
+    def given(self) -> dict[str, object]:
+        """What is set, by its name."""
+        return {
+            field.name: getattr(self, field.name)
+            for field in fields(self)
+            if getattr(self, field.name) != field.default
+        }
