@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
@@ -205,6 +205,8 @@ def build_run(
     model_id: str = "",
     hint_folder: str | Path | None = None,
     max_hint_bytes: int | None = None,
+    rotary_percent: float = 1.0,
+    rotary_base: int = 10_000,
 ) -> RlRun:
     """Builds trainer and engine; `start` or `checkpoint.resume` gives them their weights.
 
@@ -219,6 +221,8 @@ def build_run(
             memory.
         max_hint_bytes: Most bytes of hints that are read ahead from it, the micro-batch in use
             included; None reads one micro-batch ahead.
+        rotary_percent: Share of the head dim that RoPE rotates.
+        rotary_base: Base period of RoPE.
 
     Raises:
         ValueError: A prompt does not fit the context, or sides, model and settings contradict each
@@ -236,10 +240,12 @@ def build_run(
         context=settings.context,
         max_response_tokens=settings.max_response_tokens,
     )
-    size = {
+    size: dict[str, Any] = {
         "pattern": pattern,
         "vocab_size": tokenizer.vocab_size,
         "max_sequence_length": settings.context,
+        "rotary_percent": rotary_percent,
+        "rotary_base": rotary_base,
     }
     model, sites = build_trainer_model(
         model_config,
