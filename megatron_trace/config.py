@@ -233,9 +233,14 @@ class TraceConfig:
             )
 
     @property
+    def residual_share(self) -> float:
+        """Share of the experts' input channels whose residual the rollout quantises too (quads)."""
+        return 0.5 if self.method == "quads" else 0.0
+
+    @property
     def compensates_residual(self) -> bool:
-        """Whether the rollout adds what quantising the experts' inputs took away (quads)."""
-        return self.method == "quads"
+        """Whether the rollout adds what quantising the experts' inputs took away."""
+        return self.residual_share > 0
 
     @property
     def quantises_experts(self) -> bool:

@@ -31,6 +31,8 @@ def settings_from_record(record: Mapping[str, Any]) -> QuantizerSettings:
         ValueError: The record has other fields than this version, or values of another kind.
     """
     known = {field.name for field in dataclasses.fields(QuantizerSettings)}
+    # Settings that were written before there was compensation had none.
+    record = {"residual_share": QuantizerSettings.residual_share} | dict(record)
     if set(record) != known:
         raise ValueError(
             f"quantiser settings must have the fields {sorted(known)}; got {sorted(record)}: they "

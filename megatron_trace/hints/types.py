@@ -58,6 +58,8 @@ class QuantizerSettings:
         operand_dtype: dtype in which dequantised operands are rounded before a product.
         power_of_two_scales: Whether global scales, of weights too, are powers of two.
         model_id: Name of the model whose activations were calibrated.
+        residual_share: Share of the experts' input channels whose residual is quantised too and
+            multiplied beside them (method quads); 0 for none.
     """
 
     global_scales: Mapping[tuple[int, Site], float]
@@ -67,6 +69,7 @@ class QuantizerSettings:
     operand_dtype: str = "bfloat16"
     power_of_two_scales: bool = False
     model_id: str = ""
+    residual_share: float = 0.0
 
     def __post_init__(self) -> None:
         """Raises ValueError on unknown names, and on global scales that cannot be."""
@@ -133,17 +136,18 @@ class QuantizerSettings:
             (layer, str(site), float(scale).hex())
             for (layer, site), scale in self.global_scales.items()
         )
-        text = json.dumps(
-            [
-                self.number_format,
-                self.quantised_parts,
-                self.prefill_attends_to,
-                self.operand_dtype,
-                self.power_of_two_scales,
-                self.model_id,
-                scales,
-            ]
-        )
+        decisive: list[object] = [
+            self.number_format,
+            self.quantised_parts,
+            self.prefill_attends_to,
+            self.operand_dtype,
+            self.power_of_two_scales,
+            self.model_id,
+            scales,
+        ]
+        if self.residual_share:  # Without it, digests are those of earlier versions.
+            decisive.append(self.residual_share)
+        text = json.dumps(decisive)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

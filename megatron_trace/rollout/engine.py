@@ -306,6 +306,7 @@ class RolloutEngine:
             quantised_parts=self.trace.quantised_parts,
             power_of_two_scales=self.trace.power_of_two_scales,
             model_id=self.model_id,
+            residual_share=self.trace.residual_share,
         )
 
     @property

@@ -13,6 +13,7 @@ from megatron_trace.config import TraceConfig
 from megatron_trace.formats import FORMAT_SETS
 from megatron_trace.models.hybrid import HybridModules, build_hybrid_model
 from megatron_trace.rollout.attention import EngineCoreAttention, PagedSelfAttention
+from megatron_trace.rollout.compensation import num_compensated
 from megatron_trace.rollout.gated_delta_net import EngineGatedDeltaNet
 from megatron_trace.rollout.moe import EngineMoELayer
 
@@ -102,3 +103,13 @@ def _require_whole_blocks(config: TransformerConfig, trace: TraceConfig) -> None
                 f"{name} must be a multiple of {block}, the block of {number_format.name}, to "
                 f"quantise site {site}; got {width}"
             )
+        if trace.compensates_residual and site in trace.quantised_sites:
+            _require_compensable(name, width, trace, block)
+
+
+def _require_compensable(name: str, width: int, trace: TraceConfig, block_size: int) -> None:
+    if num_compensated(width, trace.residual_share, block_size) == 0:
+        raise ValueError(
+            f"method={trace.method} quantises a share of {trace.residual_share} of the channels "
+            f"twice, in whole blocks of {block_size}; got {name}={width}, of which that is none"
+        )

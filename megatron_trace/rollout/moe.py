@@ -42,9 +42,17 @@ class EngineMoELayer(DispatchInputMoELayer):
             expert: Expert of the layer.
             row: Row of what the expert got in the running forward.
         """
+        return int(self.tokens_of_expert(expert)[row])
+
+    def tokens_of_expert(self, expert: int) -> torch.Tensor:
+        """Gives the tokens whose copies are the rows of an expert's input, int64 [rows].
+
+        Args:
+            expert: Expert of the layer.
+        """
         dispatcher: Any = self.token_dispatcher
         routing_map: torch.Tensor = dispatcher.routing_map
-        return int(routing_map[:, expert].nonzero()[row])
+        return routing_map[:, expert].nonzero()[:, 0]
 
     def slots_of_expert(self, expert: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Gives where the rows of an expert's input belong, in the order of the rows, on one rank.

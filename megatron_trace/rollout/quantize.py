@@ -23,6 +23,7 @@ from megatron_trace.formats import FORMAT_SETS, FormatSet, NumberFormat
 from megatron_trace.hints import Site, site_format
 from megatron_trace.models.hybrid import DecoderLayer, named_expert_linears
 from megatron_trace.rollout.attention import EngineCoreAttention
+from megatron_trace.rollout.compensation import ResidualCompensation
 from megatron_trace.rollout.moe import EngineMoELayer
 from megatron_trace.rollout.sites import RolloutSites
 
@@ -69,7 +70,11 @@ register_quant_backend(BACKEND, _quantise)
 
 
 def quant_config(
-    number_format: str = "nvfp4", *, experts: bool = True, kv: bool = True
+    number_format: str = "nvfp4",
+    *,
+    experts: bool = True,
+    kv: bool = True,
+    before_dispatch: bool = True,
 ) -> dict[str, Any]:
     """Gives ModelOpt's configuration: routed experts, K/V, and fc1's input before dispatch.
 
@@ -78,6 +83,8 @@ def quant_config(
         experts: Whether experts are quantised; False where there are none, as ModelOpt refuses
             rules for weights that match none.
         kv: Whether keys and values are quantised.
+        before_dispatch: Whether fc1's input is quantised once for a token, or by each of its
+            experts, which then know what it was.
     """
     formats = FORMAT_SETS[number_format]
     config = copy.deepcopy(mtq.NVFP4_EXPERTS_ONLY_CFG)
@@ -89,7 +96,7 @@ def quant_config(
     if kv:
         kv_attributes = _attributes(formats.kv_cache)
         rules.append({"quantizer_name": "*[kv]_bmm_quantizer", "cfg": kv_attributes})
-    if experts:
+    if experts and before_dispatch:
         rules += [
             {
                 "quantizer_name": "*dispatch_input_quantizer",
@@ -124,7 +131,13 @@ def insert_quantisers(
     trace = sites.trace
     has_experts = any(layer.moe is not None for layer in layers)
     experts = has_experts and trace.quantises_experts
-    mtq.quantize(model, quant_config(trace.number_format, experts=experts, kv=trace.quantises_kv))
+    config = quant_config(
+        trace.number_format,
+        experts=experts,
+        kv=trace.quantises_kv,
+        before_dispatch=not trace.compensates_residual,
+    )
+    mtq.quantize(model, config)
     for layer in layers:
         if layer.attention is not None:
             compat.restore_attention_methods(layer.attention)
@@ -134,6 +147,8 @@ def insert_quantisers(
         for site, quantisers in site_quantisers(layer).items():
             for expert, quantiser in quantisers.items():
                 compat.set_quantizer_action(quantiser, _action(layer, site, expert, sites))
+        if trace.compensates_residual:
+            _compensate(layer, sites)
 
 
 def collect_amax(
@@ -180,9 +195,10 @@ def _finite_checks(model: HybridModel, layers: Iterable[DecoderLayer]) -> list[R
         (x,) = args
         if torch.isfinite(x).all():
             return
-        rows = x if site == Site.FC2 else x.flatten(0, 1).flatten(1)
+        dispatched = _is_dispatched(layer, site)
+        rows = x if dispatched else x.flatten(0, 1).flatten(1)
         token = int((~torch.isfinite(rows)).any(-1).nonzero()[0])
-        if site == Site.FC2:
+        if dispatched:
             token = cast("EngineMoELayer", layer.moe).token_of_row(expert, token)
         position, sequence = divmod(token, num_sequences[-1])
         raise RuntimeError(
@@ -210,12 +226,13 @@ def site_quantisers(layer: DecoderLayer) -> dict[Site, dict[int, TensorQuantizer
     quantisers: dict[Site, dict[int, TensorQuantizer]] = {}
     if layer.moe is not None:
         moe: Any = layer.moe
-        quantisers[Site.FC1] = {0: moe.dispatch_input_quantizer}
-        quantisers[Site.FC2] = {
-            expert: cast("TensorQuantizer", cast("torch.nn.Module", linear).input_quantizer)
-            for expert, matrix, linear in named_expert_linears(layer)
-            if matrix == "fc2"
-        }
+        inputs: dict[str, dict[int, TensorQuantizer]] = {"fc1": {}, "fc2": {}}
+        for expert, matrix, linear in named_expert_linears(layer):
+            quantiser = cast("torch.nn.Module", linear).input_quantizer
+            inputs[matrix][expert] = cast("TensorQuantizer", quantiser)
+        once = {0: moe.dispatch_input_quantizer}
+        quantisers[Site.FC1] = inputs["fc1"] if _is_dispatched(layer, Site.FC1) else once
+        quantisers[Site.FC2] = inputs["fc2"]
     if layer.attention is not None:
         core: Any = layer.attention.core_attention
         quantisers[Site.K] = {0: core.k_bmm_quantizer}
@@ -225,6 +242,12 @@ def site_quantisers(layer: DecoderLayer) -> dict[Site, dict[int, TensorQuantizer
         for site, by_expert in quantisers.items()
         if all(quantiser.is_enabled for quantiser in by_expert.values())
     }
+
+
+def _is_dispatched(layer: DecoderLayer, site: Site) -> bool:
+    """Whether a quantiser of the site sees the rows of one expert instead of a step's tokens."""
+    moe: Any = layer.moe
+    return site == Site.FC2 or (site == Site.FC1 and not moe.dispatch_input_quantizer.is_enabled)
 
 
 def calibrated_scales(
@@ -295,7 +318,7 @@ def require_only_ours(model: HybridModel) -> None:
 def _action(
     layer: DecoderLayer, site: Site, expert: int, sites: RolloutSites
 ) -> Callable[[torch.Tensor], torch.Tensor]:
-    if site == Site.FC2:
+    if _is_dispatched(layer, site):
         moe = cast("EngineMoELayer", layer.moe)
         return partial(
             sites.quantise_slots,
@@ -312,3 +335,18 @@ def _action(
         return y.view_as(x)
 
     return record
+
+
+def _compensate(layer: DecoderLayer, sites: RolloutSites) -> None:
+    """Adds the product of the inputs' residuals to the output of every expert linear."""
+    for expert, matrix, linear in named_expert_linears(layer):
+        module: Any = linear
+        site, moe = Site(matrix), cast("EngineMoELayer", layer.moe)
+        compensation = ResidualCompensation(
+            sites,
+            (layer.index, site),
+            _action(layer, site, expert, sites),
+            partial(moe.tokens_of_expert, expert),
+        )
+        compat.set_quantizer_action(module.input_quantizer, compensation.quantise)
+        module.register_forward_hook(compensation.add)

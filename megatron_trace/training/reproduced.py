@@ -12,7 +12,7 @@ from megatron_trace.training.shape import Place
 
 OPERAND_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 # What engine and trainer are both configured with.
-SHARED_SETTINGS = ("number_format", "quantised_parts", "power_of_two_scales")
+SHARED_SETTINGS = ("number_format", "quantised_parts", "power_of_two_scales", "residual_share")
 REPRODUCED_SETTINGS = {
     "prefill_attends_to": ("quantized",),
     "operand_dtype": tuple(OPERAND_DTYPES),

@@ -41,6 +41,7 @@ SAMPLE = RolloutSample(
         {"operand_dtype": "float32"},
         {"power_of_two_scales": True},
         {"model_id": "other"},
+        {"residual_share": 0.5},
     ],
     ids=lambda change: str(change),
 )
@@ -57,6 +58,7 @@ def test_every_setting_is_part_of_the_digest_test() -> None:
         "operand_dtype",
         "power_of_two_scales",
         "model_id",
+        "residual_share",
     }, "add the new setting to the changes of the test above"
 
 
