@@ -21,28 +21,42 @@ from megatron.core.transformer.transformer_block import (
 from megatron.core.transformer.transformer_layer import (
     TransformerLayer,
     TransformerLayerSubmodules,
+    get_transformer_layer_offset,
 )
 
-from megatron_trace.models.hybrid import HybridModules, attention_spec, dense_mlp, moe_builder
+from megatron_trace.models.hybrid import (
+    HybridModules,
+    attention_spec,
+    dense_mlp,
+    gated_delta_net_spec,
+    gpt_delta_nets,
+    moe_builder,
+)
 from megatron_trace.models.norm import RMSNorm
 from megatron_trace.models.routing import forget_global_replay_instances
 
 
-def gpt_layer_spec(modules: HybridModules, *, num_experts: int, qk_layernorm: bool) -> ModuleSpec:
+def gpt_layer_spec(
+    modules: HybridModules, *, num_experts: int, qk_layernorm: bool, is_delta_net: bool = False
+) -> ModuleSpec:
     """Gives the spec of a decoder layer of attention and MoE, or dense MLP.
 
     Args:
         modules: Classes of this side.
         num_experts: Routed experts; 0 for a dense MLP.
         qk_layernorm: Whether queries and keys are normalised before RoPE.
+        is_delta_net: Whether it has a Gated DeltaNet instead of attention.
     """
     bias_dropout_add: Any = get_bias_dropout_add
+    mixer = attention_spec(modules, qk_layernorm=qk_layernorm)
+    if is_delta_net:
+        mixer = gated_delta_net_spec(modules)
     mlp = moe_builder(modules, num_experts=num_experts) if num_experts else dense_mlp
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=RMSNorm,
-            self_attention=attention_spec(modules, qk_layernorm=qk_layernorm),
+            self_attention=mixer,
             self_attn_bda=bias_dropout_add,
             pre_mlp_layernorm=RMSNorm,
             mlp=mlp,
@@ -64,7 +78,8 @@ def build_gpt_model(
     """Builds a GPTModel, or this rank's stage of it, from Megatron's local modules.
 
     Args:
-        config: Model configuration; `num_layers` counts decoder layers.
+        config: Model configuration; `num_layers` counts decoder layers, `linear_attention_freq`
+            says which have a Gated DeltaNet if that is its `experimental_attention_variant`.
         vocab_size: Rows of the embedding.
         max_sequence_length: Longest sequence in tokens.
         modules: Classes of this side.
@@ -73,8 +88,8 @@ def build_gpt_model(
         vp_stage: Virtual pipeline stage of this rank to build; None without virtual stages.
 
     Raises:
-        ValueError: The configuration mixes dense and MoE layers or has multi-token prediction; a
-            HybridModel does both.
+        ValueError: The configuration mixes dense and MoE layers or has multi-token prediction (a
+            HybridModel does both), has another variant of attention, or contradicts the modules.
     """
     for name, value, plain in (
         ("moe_layer_freq", config.moe_layer_freq, 1),
@@ -85,12 +100,31 @@ def build_gpt_model(
                 f"GPTModel of the local spec has layers of one kind; {name}={value} asks for more: "
                 "build a HybridModel, whose pattern says it"
             )
-    spec = gpt_layer_spec(
-        modules, num_experts=config.num_moe_experts or 0, qk_layernorm=config.qk_layernorm
-    )
+    variant = config.experimental_attention_variant
+    if variant not in (None, "gated_delta_net"):
+        raise ValueError(
+            f"GPTModel of the local spec has full attention and Gated DeltaNet; got "
+            f"experimental_attention_variant={variant}"
+        )
+    are_delta_nets = gpt_delta_nets(config)
+    if modules.delta_rule != "auto" and not any(are_delta_nets):
+        raise ValueError(
+            f"delta_rule={modules.delta_rule} has no effect without Gated DeltaNet layers; leave "
+            "it out"
+        )
+    specs = [
+        gpt_layer_spec(
+            modules,
+            num_experts=config.num_moe_experts or 0,
+            qk_layernorm=config.qk_layernorm,
+            is_delta_net=is_delta_net,
+        )
+        for is_delta_net in are_delta_nets
+    ]
     norm: Any = RMSNorm
-    num_layers = get_num_layers_to_build(config, vp_stage)
-    block: Any = TransformerBlockSubmodules(layer_specs=[spec] * num_layers, layer_norm=norm)
+    first = get_transformer_layer_offset(config, vp_stage)
+    last = first + get_num_layers_to_build(config, vp_stage)
+    block: Any = TransformerBlockSubmodules(layer_specs=specs[first:last], layer_norm=norm)
     model = GPTModel(
         config,
         block,

@@ -14,6 +14,9 @@ from typing import Any
 import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import LocalSpecProvider
+from megatron.core.models.gpt.experimental_attention_variant_module_specs import (
+    get_linear_attention_pattern,
+)
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec_for_backend
 from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
@@ -21,7 +24,7 @@ from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols, parse_h
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.parallel_state import is_pipeline_first_stage, is_pipeline_last_stage
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.ssm.gated_delta_net import GatedDeltaNetSubmodules
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
@@ -448,13 +451,21 @@ class DecoderLayout:
     sites: tuple[str, ...]
 
 
+def gpt_delta_nets(config: TransformerConfig) -> list[bool]:
+    """Gives for each decoder layer of a GPTModel whether it has a Gated DeltaNet."""
+    if config.experimental_attention_variant != "gated_delta_net":
+        return [False] * config.num_layers
+    return [kind == 1 for kind in get_linear_attention_pattern(config)]
+
+
 def decoder_layout(model: DecoderModel) -> DecoderLayout:
     """Gives the decoder layers of the whole model of which `model` may be a stage."""
     if isinstance(model, GPTModel):
         layers = tuple(range(model.config.num_layers))
+        cached = () if all(gpt_delta_nets(model.config)) else ("k", "v")
         if model.config.num_moe_experts is None:
-            return DecoderLayout(len(layers), (), ("k", "v"))
-        return DecoderLayout(len(layers), layers, ("fc1", "fc2", "k", "v"))
+            return DecoderLayout(len(layers), (), cached)
+        return DecoderLayout(len(layers), layers, ("fc1", "fc2", *cached))
     pattern = model.hybrid_layer_pattern
     assert pattern is not None, "build_hybrid_model sets the pattern"
     indices = decoder_layer_indices(pattern)
@@ -476,7 +487,7 @@ def decoder_layers(model: DecoderModel) -> list[DecoderLayer]:
         return [
             DecoderLayer(
                 layer.layer_number - 1,
-                layer.self_attention,
+                None if isinstance(layer.self_attention, GatedDeltaNet) else layer.self_attention,
                 moe=layer.mlp if isinstance(layer.mlp, MoELayer) else None,
                 mlp=None if isinstance(layer.mlp, MoELayer) else layer.mlp,
             )

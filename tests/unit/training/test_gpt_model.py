@@ -27,10 +27,17 @@ FULL = {
 }
 
 
+# A Gated DeltaNet in the first layer, full attention in the second.
+DELTA_NET = {"experimental_attention_variant": "gated_delta_net", "linear_attention_freq": 2}
+
+
 def _gpt(method, rolled, config=None, **trace):
     torch.manual_seed(1)
+    config = config or {}
+    # Two decoder layers; the letter G brings the sizes of Gated DeltaNet.
+    letters = "GE" if "experimental_attention_variant" in config else "EE"
     model, sites = build_gpt_trainer_model(
-        tiny_moe_config("EE", **config or {}),
+        tiny_moe_config(letters, **config),
         vocab_size=VOCAB_SIZE,
         max_sequence_length=MAX_SEQUENCE_LENGTH,
         trace=TraceConfig(method=method, **{"hint_layers": "all", **trace}),
@@ -61,7 +68,7 @@ def _trained(model, sites, rolled):
     return logprobs.detach(), grads, seen, sites.report()
 
 
-@pytest.mark.parametrize("config", [{}, FULL], ids=["plain", "recomputed"])
+@pytest.mark.parametrize("config", [{}, FULL, DELTA_NET], ids=["plain", "recomputed", "delta-net"])
 @pytest.mark.parametrize(
     ("method", "options"),
     [
@@ -74,8 +81,12 @@ def _trained(model, sites, rolled):
 def test_log_probs_gradients_and_codes_are_those_of_the_hybrid_model(
     build, rollout, method, options, config
 ):
-    rolled = rollout(sites=HINT_SITES)
-    hybrid, own = build(method, settings=rolled.settings, config=config, **options)
+    pattern = "GE*E" if config is DELTA_NET else "*E*E"
+    rolled = rollout(sites=HINT_SITES, pattern=pattern)
+    own_config = {} if config is DELTA_NET else config
+    hybrid, own = build(
+        method, pattern=pattern, settings=rolled.settings, config=own_config, **options
+    )
     gpt, sites = _gpt(method, rolled, config, **options)
     with torch.no_grad():
         parameters = dict(gpt.named_parameters())
@@ -124,3 +135,13 @@ def test_a_gpt_checkpoint_loads_into_the_hybrid_model_by_megatrons_translation(
 def test_layers_of_several_kinds_are_refused(rollout, config, name):
     with pytest.raises(ValueError, match=f"{name}=.*HybridModel"):
         _gpt("bf16", None, config)
+
+
+def test_another_variant_of_attention_is_refused():
+    with pytest.raises(ValueError, match="got experimental_attention_variant=dsa"):
+        _gpt("bf16", None, {"experimental_attention_variant": "dsa"})
+
+
+def test_a_choice_of_kernels_without_a_layer_that_has_them_is_refused():
+    with pytest.raises(ValueError, match="delta_rule=torch has no effect"):
+        _gpt("bf16", None, delta_rule="torch")
