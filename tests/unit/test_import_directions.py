@@ -18,6 +18,7 @@ ALLOWED = {
     "hints": {"formats"},
     "metrics": {"formats", "hints"},
     "models": {"formats", "hints", "config", "compat"},
+    "conversion": {"models"},
     "rollout": LEVEL_2,
     "training": LEVEL_2,
     "rl": LEVEL_2 | {"rollout", "training"},

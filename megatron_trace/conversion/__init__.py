@@ -1,0 +1,1 @@
+"""Published checkpoints (Hugging Face, safetensors) to Megatron's distributed ones, and back."""
