@@ -36,11 +36,6 @@ from megatron_trace.config import HINT_SITES, TraceConfig
 from megatron_trace.hints.store import HintStore
 from megatron_trace.models.expert_names import local_name
 from megatron_trace.models.hybrid import HybridModules, build_hybrid_model
-from megatron_trace.rl.optimizer import OptimizerSettings
-from megatron_trace.rl.run import RunSettings, build_run, calibration_batches, start
-from megatron_trace.rl.step import rl_step
-from megatron_trace.rl.tasks import CharTokenizer, TaskItem
-from megatron_trace.rl.warm_start import WarmStartSettings, warm_start
 from megatron_trace.testing.recorded_samples import calibrate, random_samples, record
 from megatron_trace.testing.single_process import single_process, tiny_moe_config
 from megatron_trace.testing.te_layouts import LAYOUTS, outcomes_of_layouts
@@ -61,8 +56,8 @@ FUSED = {"gradient_accumulation_fusion": True}
 LOGPROB_TOLERANCE = 2e-2
 GRADIENT_TOLERANCE = 5e-2
 # Of one layout with one kind of experts: the first compiles kernels and starts NCCL.
-LAYOUT_TIMEOUT_S = 60
-LAYOUTS_TIMEOUT_S = 300
+LAYOUT_TIMEOUT_S = 60.0
+LAYOUTS_TIMEOUT_S = 300.0
 
 
 def check_training(report: Report) -> None:
@@ -161,6 +156,13 @@ def check_checkpoints(report: Report) -> None:
 
 def check_rl(report: Report) -> None:
     """RL steps with the engine: each push compares the digests of both sides."""
+    # Only here: the other checks run without reasoning-gym.
+    from megatron_trace.rl.optimizer import OptimizerSettings
+    from megatron_trace.rl.run import RunSettings, build_run, calibration_batches, start
+    from megatron_trace.rl.step import rl_step
+    from megatron_trace.rl.tasks import CharTokenizer, TaskItem
+    from megatron_trace.rl.warm_start import WarmStartSettings, warm_start
+
     sums = [(n, str(2 * n % 10)) for n in range(10)]
     items = [TaskItem(f"{n}+{n}=", s, "chain_sum", {"answer": s}) for n, s in sums]
     tokenizer = CharTokenizer.of_tasks(items)
