@@ -15,6 +15,8 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.12,<3.13",
     packages=find_packages(include=["megatron_trace", "megatron_trace.*"]),
+    # Built at first use: megatron_trace/rollout/kernels/cuda.py.
+    package_data={"megatron_trace.rollout.kernels": ["*.cu", "*.cuh"]},
     install_requires=[
         "torch>=2.11,<2.12",
         "triton>=3.6,<3.7",

@@ -1,0 +1,176 @@
+"""Packed K/V caches for tests and tools, and attention over them in FP64.
+
+Legend: R requests, N query heads, G key/value heads, D head dim, T new tokens of all requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megatron_trace.formats import unpack_codes
+from megatron_trace.rollout.kernels import reference
+from megatron_trace.rollout.pages import PackedPages, PageLayout
+
+# As E4M3 scale a NaN: what lies where no token was written must not be read.
+STALE = 0xFF
+
+
+@dataclass(frozen=True)
+class PackedCache:
+    """The cache of one layer, and a step's queries.
+
+    Attributes:
+        keys: Pages of keys.
+        values: Pages of values.
+        block_table: int32 [R, pages].
+        lengths: int32 [R], tokens of each request.
+        cu_query_lengths: int32 [R + 1].
+        query: BF16 [T, N, D].
+    """
+
+    keys: PackedPages
+    values: PackedPages
+    block_table: torch.Tensor
+    lengths: torch.Tensor
+    cu_query_lengths: torch.Tensor
+    query: torch.Tensor
+
+    @property
+    def scale(self) -> float:
+        """Factor of the logits."""
+        return self.query.shape[-1] ** -0.5
+
+    @property
+    def arguments(self) -> tuple[torch.Tensor | PackedPages | float, ...]:
+        """Arguments of `paged_attention`."""
+        return (
+            self.query,
+            self.keys,
+            self.values,
+            self.cu_query_lengths,
+            self.lengths,
+            self.block_table,
+            self.scale,
+        )
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of codes and block scales of the requests' tokens."""
+        layout = self.keys.layout
+        per_token = 2 * self.keys.num_heads * (layout.code_bytes + layout.num_blocks)
+        return int(self.lengths.sum()) * per_token
+
+
+def random_cache(
+    layout: PageLayout,
+    lengths: Sequence[int],
+    new_tokens: Sequence[int] | None = None,
+    *,
+    num_heads: int,
+    ratio: int,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+    padding_rows: int = 0,
+) -> PackedCache:
+    """Gives a cache of random codes and block scales, its pages in random order.
+
+    Zero, denormal and the largest block scales, -0 and the largest codes are among them. Beyond a
+    request's length, and in a page of no request, all bytes are STALE.
+
+    Args:
+        layout: Layout of the pages.
+        lengths: Tokens of each request.
+        new_tokens: New ones of each; None is one each.
+        num_heads: G.
+        ratio: N / G.
+        device: Where it lies.
+        seed: Seed of everything random.
+        padding_rows: Rows of the query beyond those of the requests.
+    """
+    generator = torch.Generator(device).manual_seed(seed)
+    page = layout.page_tokens
+    counts = [-(-length // page) for length in lengths]
+    num_pages = sum(counts) + 1
+    order = torch.randperm(num_pages, generator=torch.Generator().manual_seed(seed)).int()
+    table = torch.full((len(lengths), max([*counts, 1])), -1, dtype=torch.int32)
+    used = 0
+    for row, count in enumerate(counts):
+        table[row, :count] = order[used : used + count]
+        used += count
+
+    def pages(global_scale: float) -> PackedPages:
+        shape = layout.shape(num_pages, num_heads)
+        stored = torch.randint(0, 256, shape, dtype=torch.uint8, device=device, generator=generator)
+        _, scale_bytes = layout.split(stored)
+        # Zero and the smallest, and from a sixteenth of the largest to the largest.
+        usual = 94 + scale_bytes % 33
+        scale_bytes.copy_(torch.where(scale_bytes < 16, scale_bytes, usual))
+        packed = PackedPages(stored, layout, torch.tensor(global_scale, device=device))
+        for row, length in enumerate(lengths):
+            if length % page:
+                _poison(packed, int(table[row, length // page]), length % page)
+        stored[int(order[-1])] = STALE
+        return packed
+
+    keys, values = pages(2.3e-3), pages(1.1e-3)
+    new = [1] * len(lengths) if new_tokens is None else list(new_tokens)
+    starts = torch.tensor([0, *new]).cumsum(0).int()
+    shape = (sum(new) + padding_rows, num_heads * ratio, layout.head_dim)
+    query = torch.randn(shape, device=device, generator=generator).bfloat16()
+    return PackedCache(
+        keys,
+        values,
+        table.to(device),
+        torch.tensor(lengths, dtype=torch.int32, device=device),
+        starts.to(device),
+        query,
+    )
+
+
+def exact_attention(cache: PackedCache) -> torch.Tensor:
+    """Gives attention in FP64 over the cache's exact values, [T, N, D]."""
+    return reference.paged_attention(
+        cache.query.double(),
+        _Exact(cache.keys),
+        _Exact(cache.values),
+        cache.cu_query_lengths,
+        cache.lengths,
+        cache.block_table,
+        cache.scale,
+    )
+
+
+def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
+    """Gives |got - expected| / |expected| in FP64; NaN if anything is."""
+    difference = got.double() - expected
+    return float(difference.norm() / expected.norm().clamp_min(1e-300))
+
+
+def _poison(pages: PackedPages, page: int, first: int) -> None:
+    token = torch.arange(first, pages.page_tokens, device=pages.stored.device)
+    line, place = token // pages.layout.tokens_per_line, token % pages.layout.tokens_per_line
+    for part in pages.layout.split(pages.stored[page]):
+        part[:, line, place] = STALE
+
+
+@dataclass(frozen=True)
+class _Exact:
+    """Pages whose values are read in FP64, without rounding to BF16."""
+
+    pages: PackedPages
+
+    def read(
+        self, block_table: torch.Tensor, lengths: torch.Tensor, num_tokens: int
+    ) -> torch.Tensor:
+        codes, scale_bytes = self.pages.read_packed(block_table, lengths, num_tokens)
+        number_format = self.pages.layout.number_format
+        assert self.pages.global_scale is not None, "E4M3 scales have a global scale"
+        blocks = scale_bytes.contiguous().view(torch.float8_e4m3fn).double()
+        scales = blocks * self.pages.global_scale.double()
+        values = number_format.specification.decode(
+            unpack_codes(codes), torch.full_like(scale_bytes, 0x38), 1.0, torch.float64
+        )
+        return values * scales.repeat_interleave(number_format.block_size, dim=-1)
