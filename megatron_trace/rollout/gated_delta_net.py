@@ -1,7 +1,7 @@
 """Gated DeltaNet in the rollout engine: its states live in the engine's slots, one a request.
 
 Megatron's dynamic engine (0.19.2) has such slots for Mamba: a state of the convolution and one of
-the recurrence. It refuses Gated DeltaNet, whose states have the same shapes of meaning.
+the recurrence. It refuses Gated DeltaNet, which has the same two states in other shapes.
 
 Legend: T tokens of a step (padded), X columns of the input projection, C channels of the
 convolution, W its taps, H value heads, K key dim, V value dim, Q slots.
@@ -59,10 +59,20 @@ class EngineGatedDeltaNet(LocalGatedDeltaNet):
         packed_seq_params: PackedSeqParams | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Gives the layer's output [T, 1, hidden]; without a context that of whole sequences."""
+        """Gives the layer's output [T, 1, hidden]; without a context that of whole sequences.
+
+        Raises:
+            ValueError: The engine decodes speculatively.
+        """
         if inference_context is None:
             return super().forward(hidden_states, attention_mask, None, packed_seq_params)
         context = inference_context
+        if context.num_speculative_tokens:
+            raise ValueError(
+                f"num_speculative_tokens={context.num_speculative_tokens} is not supported with "
+                "Gated DeltaNet layers, whose states cannot go back over rejected tokens; set it "
+                "to 0"
+            )
         assert not context.using_cuda_graph_this_step(), "slots are chosen on the host"
         projected = self.in_proj(hidden_states)[0].squeeze(1)
         mixed = projected.new_zeros(len(projected), self.v_dim_local_tp)
