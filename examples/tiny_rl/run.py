@@ -144,9 +144,9 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def run_settings(options: argparse.Namespace, name: str, seed: int) -> RunSettings:
     """Gives the settings of one run."""
-    trace = dataclasses.replace(trace_config_from_args(options), **_changes(options, name))
+    changes = {f"trace_{field}": value for field, value in _changes(options, name).items()}
     return RunSettings(
-        trace=trace,
+        trace=trace_config_from_args(argparse.Namespace(**vars(options) | changes)),
         loss=loss_config_from_args(options),
         optimizer=OptimizerSettings(learning_rate=options.learning_rate),
         trainer_dtype=options.trainer_dtype,

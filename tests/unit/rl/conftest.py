@@ -51,7 +51,7 @@ def build(one_process):
         trace = TraceConfig(
             method=method,
             hint_layers="all",
-            diagnostic_share=0.0 if method == "bf16" else 0.5,
+            diagnostic_share=0.0 if method in ("bf16", "quads") else 0.5,
         )
         settings = {
             "trace": trace,

@@ -15,11 +15,12 @@ from megatron_trace.rl.optimizer import OptimizerSettings
 from megatron_trace.rl.rewards import score_samples
 from megatron_trace.rl.run import evaluate
 from megatron_trace.rl.step import rl_step, roll_out, training_batches
+from megatron_trace.rl_config import LossConfig
 from megatron_trace.rollout import RolloutEngine
 from megatron_trace.training.prefetch import MicroBatchPrefetcher
 from megatron_trace.training.sites import TraceSites
 
-METHODS = ["bf16", "qat", "trace"]
+METHODS = ["bf16", "qat", "qarl", "quads", "score_centering", "trace"]
 
 
 def weights_of(run):
@@ -42,14 +43,37 @@ def test_step_trains_and_pushes(started, method):
 @pytest.mark.parametrize("method", METHODS)
 def test_quantisers_run_where_the_method_says(started, method):
     run = started(method)
-    sites = rl_step(run)["quantisers"]["sites"]
-    if method == "bf16":
+    quantisers = rl_step(run)["quantisers"]
+    sites = quantisers["sites"]
+    assert (quantisers["weight_uses"] > 0) == (method != "bf16")
+    if method in ("bf16", "quads"):
         assert sites == {}
         return
     assert sites.keys() == {str(site) for site in Site}
     assert all(counts["calls"] > 0 for counts in sites.values())
     guided = {site for site, counts in sites.items() if counts["coverage"] == 1.0}
     assert guided == ({"fc1", "k", "v"} if method == "trace" else set())
+
+
+@pytest.mark.parametrize("objective", ["dapo", "gspo", "tbpo", "score_centering"])
+def test_a_guided_run_trains_under_every_objective(started, objective):
+    run = started("trace", loss=LossConfig(objective=objective))
+    before, metrics = weights_of(run), rl_step(run)
+    assert metrics["grad_norm"] > 0
+    assert any(not torch.equal(value, before[name]) for name, value in weights_of(run).items())
+
+
+def test_a_step_whose_groups_have_no_spread_leaves_the_weights_alone(started, monkeypatch):
+    """DAPO then has no sample to train on, and nothing is divided by their number."""
+    run = started("qat", loss=LossConfig(objective="dapo"))
+    monkeypatch.setattr(step, "rewards_of", lambda *_: torch.ones(4, 4))
+    before, metrics = weights_of(run), rl_step(run)
+    assert metrics["without_spread_dropped"] == 16
+    assert (metrics["loss"], metrics["grad_norm"], metrics["gap"]["num_tokens"]) == (0.0, 0.0, 0)
+    for name, value in weights_of(run).items():
+        assert torch.equal(value, before[name]), name
+    assert run.progress.policy_version == 1
+    assert rl_step(run)["step"] == 1
 
 
 def test_hints_expire_after_the_step(started):

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron_trace.rl.metrics_log import read_metrics
+from megatron_trace.rl_config import LossConfig
 
 PROGRAM = Path(__file__).parents[3] / "examples" / "tiny_rl" / "run.py"
 SMALL = "--warm-start-steps 2 --prompts 2 --samples 2 --held-out 8 --save-every 1"
@@ -72,6 +73,53 @@ def test_flags_run_follows_the_trace_flags(do_runs):
     # One of four layers; 4 bits and a scale byte per 16 values of fc1 (128), k and v (64 each).
     assert summaries[0].hint_bytes_per_token == (128 + 64 + 64) // 2 + (128 + 64 + 64) // 16
     assert summaries[0].coverage == 0.25
+
+
+@pytest.mark.parametrize("method", ["bf16", "qarl", "quads", "score_centering", "trace"])
+def test_every_method_trains_two_steps_through_its_flag(do_runs, tmp_path, method):
+    _, summaries = do_runs("--steps", "2", "--runs", "flags", "--trace-method", method)
+    records = read_metrics(tmp_path / "seed-0" / "flags" / "metrics.jsonl")
+    assert [record["policy_version"] for record in records] == [0, 1]
+    assert all(record["gap"]["num_tokens"] > 0 for record in records)
+    kv_bytes = 1024 if method == "bf16" else 288
+    assert summaries[0].kv_bytes_per_token == kv_bytes
+    assert bool(summaries[0].hint_bytes_per_token) == (method == "trace")
+
+
+@pytest.mark.parametrize(
+    ("flags", "sites", "kv_bytes"),
+    [
+        # 4 layers x (K, V) x 2 heads x 32 values: half a byte each, and a scale for 16 or 32.
+        ("", {"fc1", "fc2", "k", "v"}, 288),
+        ("--trace-quantised-parts experts", {"fc1", "fc2"}, 1024),
+        ("--trace-quantised-parts kv", {"k", "v"}, 288),
+        ("--trace-number-format mxfp4", {"fc1", "fc2", "k", "v"}, 272),
+        ("--trace-number-format mxfp4_w4a8", {"fc1", "fc2", "k", "v"}, 272),
+    ],
+    ids=["nvfp4", "experts only", "kv only", "mxfp4", "mxfp4 w4a8"],
+)
+def test_every_format_trains_and_serves_through_its_flags(
+    do_runs, tmp_path, flags, sites, kv_bytes
+):
+    """Each step ends with a push, in which the digests of both sides are compared."""
+    _, summaries = do_runs("--steps", "1", "--runs", "flags", *flags.split())
+    (record,) = read_metrics(tmp_path / "seed-0" / "flags" / "metrics.jsonl")
+    assert record["quantisers"]["sites"].keys() == sites
+    assert summaries[0].kv_bytes_per_token == kv_bytes
+    assert summaries[0].coverage > 0.9
+
+
+def test_loss_flags_reach_the_run(demo, tmp_path):
+    flags = "--runs qat --trace-objective gspo --trace-correction icepop --trace-max-lag 3"
+    options = demo.parse_options(["--output", str(tmp_path), *flags.split()])
+    settings = demo.run_settings(options, "qat", seed=0)
+    assert settings.loss == LossConfig(objective="gspo", correction="icepop", max_lag=3)
+
+
+def test_a_loss_flag_that_contradicts_a_run_is_refused(demo, capsys):
+    with pytest.raises(SystemExit):
+        demo.parse_options(["--trace-objective", "score_centering", "--trace-clip-low", "0.1"])
+    assert "clip_low=0.1 has no effect with objective=score_centering" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
