@@ -22,10 +22,7 @@ import torch
 
 from megatron_trace.rl.tasks import save_tasks
 from megatron_trace.study import moe_100m
-from megatron_trace.study.split_experts import GroupedExperts, SplitExperts
 from megatron_trace.testing.single_process import single_process
-
-EXPERTS = {"split": SplitExperts, "grouped": GroupedExperts}
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -40,7 +37,6 @@ def main(arguments: list[str] | None = None) -> None:
     train = commands.add_parser("train", help="train, or continue, and print what was reached")
     train.add_argument("tasks", type=Path, help="file of the problems")
     train.add_argument("--work", type=Path, required=True, help="folder for the state")
-    train.add_argument("--experts", choices=EXPERTS, default="split", help="products of experts")
     train.add_argument("--log", type=Path, help="JSON file that gets facts of the trained model")
     options = parser.parse_args(arguments)
     if options.command == "tasks":
@@ -55,7 +51,7 @@ def main(arguments: list[str] | None = None) -> None:
         parser.error(f"{options.tasks} is no file; `{parser.prog} tasks` writes it")
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     with single_process(seed=0):
-        model = moe_100m.load(options.work, tasks=options.tasks, experts=EXPERTS[options.experts])
+        model = moe_100m.load(options.work, tasks=options.tasks)
     machine = torch.cuda.get_device_name()
     facts = {"device": machine, "torch": torch.__version__, "python": platform.python_version()}
     facts |= model.facts

@@ -109,11 +109,12 @@ def _models(results: Sequence[StudyResult]) -> str:
     for result in results:
         head, facts = result.header, result.header["model_facts"]
         rollouts = head["rollouts"].get("fp4", {})
+        longest = max((found["longest"] for found in head["rollouts"].values()), default=0)
         lines.append(
             f"* **{study_name(result)}**: `{head['pattern']}`, {_facts(facts)}. "
             f"{rollouts.get('samples', 0)} samples, {rollouts.get('response_tokens', 0)} response "
-            f"tokens, longest sequence {rollouts.get('longest', 0)}. {head['machine']}, commit "
-            f"{head['commit']}, {head['date']}; "
+            f"tokens, longest sequence {longest}. {head['machine']}, commit {head['commit']}, "
+            f"{head['date']}; "
             + ", ".join(f"{name} {version}" for name, version in head["versions"].items())
             + f". `{head['command']}`"
         )

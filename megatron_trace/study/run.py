@@ -100,6 +100,7 @@ class Study:
         self._say = say
         self._folder = work / f"{model.name}-{settings.name}"
         self._rollouts: dict[str, RolloutSet] = {}
+        self._weights_of_rate: dict[float, dict[int, dict[str, torch.Tensor]]] = {}
         self._aged: dict[tuple[float, int], Aged] = {}
         on_gpu = torch.cuda.is_available()
         device = torch.cuda.get_device_name() if on_gpu else "cpu"
@@ -382,15 +383,16 @@ class Study:
         return rows, {"weight_change": weight_change(aged.weights, self._weights)}
 
     def _policy(self, rate: float, steps: int) -> Aged:
-        if (rate, steps) not in self._aged:
+        if rate not in self._weights_of_rate:
             wanted = [number for lag_rate, number in LAGS if lag_rate == rate]
-            all_weights = aged_weights(
+            self._weights_of_rate[rate] = aged_weights(
                 self.model, self.rollouts("fp4"), learning_rate=rate, steps=wanted
             )
-            for number, weights in all_weights.items():
-                read = self._read_again(weights, number)
-                reference = self._score(self._full_codes("lag/reference"), read, weights)
-                self._aged[rate, number] = Aged(weights, read, reference.logprobs)
+        if (rate, steps) not in self._aged:
+            weights = self._weights_of_rate[rate][steps]
+            read = self._read_again(weights, steps)
+            reference = self._score(self._full_codes("lag/reference"), read, weights)
+            self._aged[rate, steps] = Aged(weights, read, reference.logprobs)
         return self._aged[rate, steps]
 
 

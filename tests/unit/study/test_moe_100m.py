@@ -13,11 +13,11 @@ from megatron_trace.metrics import logprob_gap
 from megatron_trace.models.hybrid import HybridModules, build_hybrid_model
 from megatron_trace.rl.tasks import END_TOKEN, CharTokenizer, TaskItem, save_tasks
 from megatron_trace.rollout import RolloutEngine, SamplingSettings
-from megatron_trace.study import moe_100m
+from megatron_trace.study import chain_training, moe_100m
+from megatron_trace.study.chain_training import Phase, Recipe
 from megatron_trace.study.chains import Chains
-from megatron_trace.study.moe_100m import Phase, Recipe
+from megatron_trace.study.grouped_experts import GroupedExperts
 from megatron_trace.study.solving import solved
-from megatron_trace.study.split_experts import GroupedExperts, SplitExperts
 from megatron_trace.testing.assertions import assert_same_bytes
 from megatron_trace.testing.single_process import single_process, tiny_moe_config
 from megatron_trace.training.micro_batch import make_micro_batch
@@ -29,6 +29,7 @@ ITEMS = [
 ]
 TOKENIZER = CharTokenizer.of_tasks(ITEMS)
 MINIATURE = Recipe(
+    name="miniature",
     phases=(
         Phase(steps=4, num_rows=4, row_tokens=48, rows_at_once=2),
         Phase(steps=2, num_rows=2, row_tokens=96, rows_at_once=2),
@@ -96,15 +97,14 @@ def test_a_seed_names_its_rows():
     assert not torch.equal(first, other)
 
 
-@pytest.mark.parametrize("fast", [SplitExperts, GroupedExperts])
-def test_fast_experts_are_sequential_ones(fast):
-    """Output and gradients; measured 0 in FP32 on a CPU: the same products."""
+def test_grouped_experts_are_sequential_ones():
+    """Output and gradients in BF16; measured 0 on a CPU: the same products."""
     models = []
-    for experts in (HybridModules().experts, fast):
+    for experts in (HybridModules().experts, GroupedExperts):
         torch.manual_seed(0)
         models.append(
             build_hybrid_model(
-                tiny_moe_config("*E*E"),
+                tiny_moe_config("*E*E", bf16=True, params_dtype=torch.bfloat16),
                 pattern="*E*E",
                 vocab_size=16,
                 max_sequence_length=32,
@@ -113,20 +113,20 @@ def test_fast_experts_are_sequential_ones(fast):
         )
     tokens = torch.arange(24, device=torch.cuda.current_device()).view(3, 8) % 16
     outputs = [model(tokens, tokens, None) for model in models]
-    torch.testing.assert_close(*outputs, atol=1e-5, rtol=0)
+    torch.testing.assert_close(*outputs, atol=1e-2, rtol=0)
     for output in outputs:
-        output.square().mean().backward()
+        output.float().square().mean().backward()
     expected = dict(models[0].named_parameters())
     for name, parameter in models[1].named_parameters():
         grad = expected[name].grad
         if grad is None:  # An expert without tokens; here its gradient is zero instead.
             assert parameter.grad is None or not parameter.grad.any(), name
             continue
-        torch.testing.assert_close(parameter.grad, grad, atol=1e-6, rtol=1e-4)
+        torch.testing.assert_close(parameter.grad, grad, atol=1e-3, rtol=2e-2)
 
 
 def test_the_learning_rate_rises_and_falls_to_a_tenth():
-    recipe = Recipe()
+    recipe = moe_100m.RECIPE
     rates = [recipe.rate_of(step) for step in range(recipe.steps)]
     peak = rates.index(max(rates))
     assert rates[peak] == pytest.approx(recipe.learning_rate)
@@ -136,7 +136,7 @@ def test_the_learning_rate_rises_and_falls_to_a_tenth():
 
 
 def test_a_training_that_was_stopped_ends_with_the_same_bits(trained, tasks, tmp_path, monkeypatch):
-    step = moe_100m._step
+    step = chain_training._step
 
     def stopped(ddp, optimizer, chains, recipe, number):
         if number == 3:
@@ -144,10 +144,10 @@ def test_a_training_that_was_stopped_ends_with_the_same_bits(trained, tasks, tmp
         return step(ddp, optimizer, chains, recipe, number)
 
     with monkeypatch.context() as patch:
-        patch.setattr(moe_100m, "_step", stopped)
+        patch.setattr(chain_training, "_step", stopped)
         with pytest.raises(KeyboardInterrupt):
             moe_100m.load(tmp_path, tasks=tasks, recipe=MINIATURE)
-    assert (tmp_path / "moe_100m-training.pt").exists()
+    assert (tmp_path / "miniature-training.pt").exists()
     resumed = moe_100m.load(tmp_path, tasks=tasks, recipe=MINIATURE)
     for name, weight in trained.weights.items():
         assert_same_bytes(resumed.weights[name], weight, name)
@@ -157,7 +157,7 @@ def test_a_training_that_was_stopped_ends_with_the_same_bits(trained, tasks, tmp
 
 def test_a_trained_model_is_read_and_another_recipes_is_refused(trained, tasks, tmp_path):
     first = moe_100m.load(tmp_path, tasks=tasks, recipe=MINIATURE)
-    (tmp_path / "moe_100m-training.pt").unlink()
+    (tmp_path / "miniature-training.pt").unlink()
     again = moe_100m.load(tmp_path, tasks=tasks, recipe=MINIATURE)
     assert again.facts == first.facts
     with pytest.raises(ValueError, match="was trained by the recipe"):

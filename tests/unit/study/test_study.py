@@ -162,7 +162,8 @@ def test_processes_take_what_no_other_has_begun(make_study, tmp_path, monkeypatc
     """Another process holds the first cell for a while, and finishes it."""
     monkeypatch.setattr(Study, "measure", lambda self, cell: ([{"cell": cell.name}], {}))
     study, other = make_study(tmp_path), make_study(tmp_path)
-    study.rollouts("fp4"), study.rollouts("bf16")
+    for engine in ("fp4", "bf16"):
+        study.rollouts(engine)
     lines = []
     study._say = lines.append
     first = Cell("floor/bf16", engine="bf16", method="bf16", dtype="bf16")
