@@ -305,15 +305,19 @@ class RolloutSample:
         prompt_tokens: Token ids of the prompt.
         response_tokens: Token ids that were sampled.
         logprobs: FP32 [len(response_tokens)]; log-probability of each sampled token under the
-            distribution it was sampled from.
+            distribution it was sampled from (or the model's own, if the rollout was asked for
+            that); 0 where a token was given.
         routing: int16 [T - 1, MoE layers, top-k]; expert ids of every forwarded token.
         policy_version: Version of the weights.
         settings_digest: Digest of the quantiser settings; empty for a BF16 rollout.
-        finish_reason: `stop` (end token sampled) or `length`.
+        finish_reason: `stop` (end token sampled), `length`, or `abort`.
         top_tokens: int32 [len(response_tokens), K]; the K most probable tokens of the distribution
             that each token was sampled from, most probable first; None if not asked for.
         top_logprobs: FP32, like top_tokens; their log-probabilities, -inf for tokens that the
             sampling had filtered out (top-k, top-p).
+        given: uint8 [len(response_tokens)]; 1 where a response token was given between two turns (by
+            a tool, a user), not sampled. None if all were sampled.
+        degeneration: `loop` or `garbled` if the rollout found the sample to be one; else None.
     """
 
     sample_id: str
@@ -326,6 +330,8 @@ class RolloutSample:
     finish_reason: str
     top_tokens: torch.Tensor | None = None
     top_logprobs: torch.Tensor | None = None
+    given: torch.Tensor | None = None
+    degeneration: str | None = None
 
     def __post_init__(self) -> None:
         """Raises ValueError when lengths contradict each other."""
@@ -340,6 +346,14 @@ class RolloutSample:
                 f"{tuple(self.routing.shape)}"
             )
         self._require_top()
+        given = self.given
+        if given is not None and (
+            given.dtype != torch.uint8 or tuple(given.shape) != (len(self.response_tokens),)
+        ):
+            raise ValueError(
+                f"sample {self.sample_id}: given must be uint8 [{len(self.response_tokens)}]; got "
+                f"{given.dtype} {tuple(given.shape)}"
+            )
 
     def _require_top(self) -> None:
         tops = {"top_tokens": torch.int32, "top_logprobs": torch.float32}
@@ -364,6 +378,11 @@ class RolloutSample:
     def tokens(self) -> tuple[int, ...]:
         """Prompt and response."""
         return self.prompt_tokens + self.response_tokens
+
+    @property
+    def num_sampled(self) -> int:
+        """Response tokens that were sampled, not given."""
+        return len(self.response_tokens) - (0 if self.given is None else int(self.given.sum()))
 
     @property
     def num_rows(self) -> int:

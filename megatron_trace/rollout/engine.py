@@ -15,6 +15,9 @@ from megatron_trace.config import DEFAULT_HINT_SITES, TraceConfig
 from megatron_trace.formats import FORMAT_SETS, FormatSet
 from megatron_trace.hints import HintSink, QuantizerSettings, RolloutSample, Site
 from megatron_trace.models.hybrid import causal_mask, decoder_layers, pattern_sites
+from megatron_trace.rollout.callbacks import NextTurn, OnTokens
+from megatron_trace.rollout.context import Records
+from megatron_trace.rollout.degeneration import DegenerationRule
 from megatron_trace.rollout.kv_cache import kv_bytes_per_token
 from megatron_trace.rollout.model import build_engine_model
 from megatron_trace.rollout.moe import EngineMoELayer
@@ -26,11 +29,17 @@ from megatron_trace.rollout.quantize import (
     require_only_ours,
 )
 from megatron_trace.rollout.recorder import Place, Recorder
-from megatron_trace.rollout.sampling import SamplingSettings
-from megatron_trace.rollout.serving import Served, Server
+from megatron_trace.rollout.report import RolloutReport, counts_of_samples
+from megatron_trace.rollout.running import Served
+from megatron_trace.rollout.sampling import SamplingSettings, sample_seed
+from megatron_trace.rollout.serving import EngineLimits, Server
 from megatron_trace.rollout.sites import RolloutSites
 from megatron_trace.rollout.storing import store_records
 from megatron_trace.rollout.weights import copy_weights, plain_digest, quantise_experts
+
+# Share of values beyond a static scale above which a rollout warns; rounding of block scales alone
+# gives none.
+SATURATION_WARNING = 1e-4
 
 _logger = logging.getLogger(__name__)
 
@@ -51,6 +60,10 @@ class RolloutEngine:
         eod_token: Token that ends a response.
         max_requests: Requests that run at a time.
         block_size_tokens: Tokens of a page of the K/V cache.
+        max_step_tokens: Tokens of a step, see `EngineLimits`; None for no limit.
+        cache_tokens: Tokens that the K/V cache holds; None for room for all requests.
+        prefix_caching: Whether prompts share the pages that they begin with alike.
+        degeneration: When a sample is flagged as degenerate.
         model_id: Name of the model in the quantiser settings.
         rotary_percent: Share of the head dim that RoPE rotates.
         rotary_base: Base period of RoPE.
@@ -58,6 +71,8 @@ class RolloutEngine:
     Attributes:
         seconds: Seconds since construction: `rollout` (record included), `record`, `push`.
         experts_without_calibration: By decoder layer, experts that got no calibration token.
+        settings_version: How often the quantisers' settings were set.
+        report: Counts of the last rollout.
 
     Raises:
         ValueError: The model is spread over ranks, or a quantised width is not whole blocks.
@@ -74,6 +89,10 @@ class RolloutEngine:
         eod_token: int,
         max_requests: int = 64,
         block_size_tokens: int = 32,
+        max_step_tokens: int | None = None,
+        cache_tokens: int | None = None,
+        prefix_caching: bool = False,
+        degeneration: DegenerationRule | None = None,
         model_id: str = "",
         rotary_percent: float = 1.0,
         rotary_base: int = 10_000,
@@ -107,10 +126,18 @@ class RolloutEngine:
             self.sites,
             packed=trace.quantises_kv,
             eod_token=eod_token,
-            max_requests=max_requests,
-            max_sequence_length=max_sequence_length,
-            block_size_tokens=block_size_tokens,
+            limits=EngineLimits(
+                max_sequence_length,
+                max_requests=max_requests,
+                block_size_tokens=block_size_tokens,
+                max_step_tokens=max_step_tokens,
+                cache_tokens=cache_tokens,
+                prefix_caching=prefix_caching,
+            ),
         )
+        self._degeneration = degeneration or DegenerationRule()
+        self.settings_version = 0
+        self.report = RolloutReport()
         self.seconds = {"rollout": 0.0, "record": 0.0, "push": 0.0}
         self.experts_without_calibration: dict[int, tuple[int, ...]] = {}
         self._settings: QuantizerSettings | None = None
@@ -144,6 +171,7 @@ class RolloutEngine:
             ValueError: A parameter is missing, unknown or of another shape.
         """
         copy_weights(self.model, named)
+        self._server.forget_prefixes()
         self._has_plain_weights = True
         self._policy_version = None
 
@@ -202,7 +230,9 @@ class RolloutEngine:
                     f"settings with {field.name} {theirs} do not fit an engine with {ours}"
                 )
         self._settings = settings
+        self.settings_version += 1
         self.sites.use(settings)
+        self._server.forget_prefixes()
 
     def push_weights(self, named: Mapping[str, torch.Tensor], policy_version: int) -> str:
         """Takes new weights of the trainer and quantises the routed experts.
@@ -244,60 +274,97 @@ class RolloutEngine:
         store: HintSink | None,
         sampling: SamplingSettings,
         seed: int,
+        seeds: Sequence[int] | None = None,
+        on_tokens: OnTokens | None = None,
+        next_turn: NextTurn | None = None,
     ) -> list[RolloutSample]:
-        """Samples a response to every prompt.
+        """Samples responses to every prompt.
 
         Args:
             prompts: Token ids of each prompt.
-            sample_ids: Name of each sample, unique.
+            sample_ids: Name of each sample, unique; `sampling.samples_per_prompt` of the first
+                prompt, then of the second, and so on.
             store: Gets the hints (method trace) and the full codes of diagnostic samples; None
                 records nothing.
             sampling: How tokens are sampled.
             seed: Seed of the sampling. A sample's random numbers follow from it, the sample's name
                 and the token's position, so that they are the same in any other company.
+            seeds: Seed of each sample, instead of one from `seed` and its name.
+            on_tokens: Called after every step with the tokens that it sampled; may call `abort`.
+            next_turn: Called when a sample ends its turn; gives the tokens that it goes on with.
 
         Returns:
-            The samples in the order of the prompts.
+            The samples in the order of their names, without those that were aborted and dropped.
+            `report` counts what happened.
 
         Raises:
             RuntimeError: The engine is not ready, an activation is NaN or Inf, or a site's
                 quantiser did not run; the engine is usable again afterwards.
-            ValueError: Prompts or sample ids cannot be used.
+            ValueError: Prompts, sample ids or seeds cannot be used.
         """
         self._require_calibrated("generate")
         if self._policy_version is None:
             raise RuntimeError("generate needs weights; call push_weights before it")
+        prompts = [prompt for prompt in prompts for _ in range(sampling.samples_per_prompt)]
         require_usable(
             prompts,
             sample_ids,
-            max_new_tokens=sampling.max_new_tokens,
+            sampling,
             max_sequence_length=self.max_sequence_length,
             vocab_size=self.model.vocab_size,
-            top_logprobs=sampling.top_logprobs,
             stored=() if store is None else store.sample_ids(),
         )
+        if seeds is None:
+            seeds = [sample_seed(seed, sample_id) for sample_id in sample_ids]
+        if len(seeds) != len(sample_ids):
+            raise ValueError(f"{len(seeds)} seeds, but {len(sample_ids)} sample ids")
+        self.report = RolloutReport(settings_version=self.settings_version)
         if not prompts:
             return []
         started, put_before = time.perf_counter(), self._recorder.seconds
-        self.sites.calls.clear()
+        self.sites.begin_rollout()
         keep = store is not None and bool(self._recorder.places)
         try:
-            served = self._server.run(prompts, sample_ids, sampling=sampling, seed=seed, keep=keep)
+            served = self._server.run(
+                prompts,
+                sample_ids,
+                sampling=sampling,
+                seeds=seeds,
+                keep=keep,
+                on_tokens=on_tokens,
+                next_turn=next_turn,
+            )
             self._require_quantisers_ran()
-            digest = self._settings.digest() if self._settings is not None else ""
-            samples = [
-                self._sample(sample_id, one, digest)
+            named = [
+                (sample_id, one)
                 for sample_id, one in zip(sample_ids, served, strict=True)
+                if one is not None
             ]
+            samples = [self._sample(sample_id, one) for sample_id, one in named]
             storing = time.perf_counter()
             if store is not None and keep:
-                self._store(store, samples)
+                self._store(store, samples, [one.rows.records for _, one in named])
             self.seconds["record"] += time.perf_counter() - storing
         finally:
             self._recorder.stop()
+        self.report = self._report(samples, num_served=len(served))
         self.seconds["record"] += self._recorder.seconds - put_before
         self.seconds["rollout"] += time.perf_counter() - started
         return samples
+
+    def abort(self, sample_ids: Iterable[str], *, keep: bool = False) -> None:
+        """Ends samples of the running rollout; to be called from `on_tokens` or `next_turn`.
+
+        Args:
+            sample_ids: Their names.
+            keep: Whether a sample stays, with what it has and finish reason `abort`; if not, it
+                leaves neither sample nor hints. One that has no token yet never stays.
+
+        Raises:
+            RuntimeError: No rollout is running.
+            ValueError: A sample is not of it.
+        """
+        self._server.abort(sample_ids, keep=keep)
 
     def _settings_of(self, scales: dict[Place, float]) -> QuantizerSettings:
         return QuantizerSettings(
@@ -313,9 +380,8 @@ class RolloutEngine:
     def _formats(self) -> FormatSet:
         return FORMAT_SETS[self.trace.number_format]
 
-    def _store(self, store: HintSink, samples: list[RolloutSample]) -> None:
+    def _store(self, store: HintSink, samples: list[RolloutSample], records: list[Records]) -> None:
         assert self._settings is not None, "only a quantising engine records"
-        records = self._recorder.take([sample.num_rows for sample in samples])
         try:
             store_records(
                 store,
@@ -332,28 +398,59 @@ class RolloutEngine:
                 store.drop_sample(sample.sample_id)
             raise
 
-    def _sample(self, sample_id: str, served: Served, settings_digest: str) -> RolloutSample:
+    def _sample(self, sample_id: str, served: Served) -> RolloutSample:
         assert self._policy_version is not None, "checked by generate"
-        request, sampled = served.request, served.sampled
-        assert request.prompt_tokens is not None, "Megatron keeps the prompt of its own requests"
-        response = tuple(sampled.tokens.tolist())
-        routing = request.routing_indices
+        sampled, routing = served.sampled, served.rows.routing
+        num_rows = len(served.tokens) - 1
         if not self._has_experts:
-            routing = torch.empty(len(request.prompt_tokens) + len(response) - 1, 0, 0)
+            routing = torch.empty(num_rows, 0, 0)
         if routing is None:
             raise RuntimeError(f"sample {sample_id}: Megatron's engine recorded no routing")
+        response = served.tokens[served.num_prompt_tokens :]
+        is_sampled = torch.ones(len(response)) if served.given is None else served.given == 0
+        rows = is_sampled.nonzero()[:, 0]
         return RolloutSample(
             sample_id=sample_id,
-            prompt_tokens=tuple(request.prompt_tokens.tolist()),
+            prompt_tokens=served.tokens[: served.num_prompt_tokens],
             response_tokens=response,
             logprobs=sampled.logprobs,
             routing=torch.as_tensor(routing, dtype=torch.int16),
             policy_version=self._policy_version,
-            settings_digest=settings_digest,
-            finish_reason="stop" if response[-1] == self._server.eod_token else "length",
+            settings_digest=self._settings.digest() if self._settings is not None else "",
+            finish_reason=served.finish_reason,
             top_tokens=sampled.top_tokens,
             top_logprobs=sampled.top_logprobs,
+            given=served.given,
+            degeneration=self._degeneration.degeneration(
+                [response[row] for row in rows.tolist()], sampled.logprobs[rows]
+            ),
         )
+
+    def _report(self, samples: list[RolloutSample], *, num_served: int) -> RolloutReport:
+        assert self._policy_version is not None, "checked by generate"
+        counts, kept = self._server.context.counts, counts_of_samples(samples)
+        num_kept = kept["finish_reasons"].get("abort", 0)
+        report = RolloutReport(
+            **kept,
+            num_aborted=num_served - len(samples) + num_kept,
+            prefix_tokens=counts["prefix_tokens"],
+            restored_tokens=counts["restored_tokens"],
+            num_evictions=counts["evictions"],
+            saturated_values=self.sites.saturated_values(),
+            quantised_values=dict(self.sites.quantised_values),
+            settings_version=self.settings_version,
+            policy_version=self._policy_version,
+        )
+        share, place = report.largest_saturation
+        if place is not None and share > SATURATION_WARNING:
+            _logger.warning(
+                "layer %d, site %s: %.2g of the values are beyond the largest that the static "
+                "scale of settings version %d has; recalibrate",
+                *place,
+                share,
+                self.settings_version,
+            )
+        return report
 
     def _places(self) -> list[Place]:
         places: list[Place] = []

@@ -8,18 +8,14 @@ byte for each block scale.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
-import numpy as np
 import torch
-from megatron.core.inference.config import InferenceConfig, KVCacheManagementMode
-from megatron.core.inference.contexts.dynamic_context import DynamicInferenceContext
-from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols
 from megatron.core.transformer import TransformerConfig
 
 from megatron_trace.formats import NumberFormat, ops
 from megatron_trace.hints import Site
-from megatron_trace.rollout.sites import OPERAND_DTYPE, RolloutSites
+from megatron_trace.rollout.context import RolloutContext
+from megatron_trace.rollout.sites import OPERAND_DTYPE
 
 _SITES = (Site.K, Site.V)
 
@@ -64,9 +60,7 @@ def unpack_values(
     packed: torch.Tensor, number_format: NumberFormat, global_scale: torch.Tensor | None
 ) -> torch.Tensor:
     """Gives the BF16 values [..., D] of packed ones, uint8 [..., C]."""
-    num_blocks = packed.shape[-1] // _packed_bytes(number_format.block_size, number_format)
-    code_bytes = packed.shape[-1] - num_blocks
-    codes, scale_bytes = packed.split([code_bytes, num_blocks], dim=-1)
+    codes, scale_bytes = split_packed(packed, number_format)
     return ops.decode(
         codes,
         scale_bytes.contiguous(),
@@ -74,6 +68,15 @@ def unpack_values(
         number_format=number_format,
         dtype=OPERAND_DTYPE,
     )
+
+
+def split_packed(
+    packed: torch.Tensor, number_format: NumberFormat
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gives packed codes and scale bytes, uint8 [..., bytes] each, of packed values [..., C]."""
+    num_blocks = packed.shape[-1] // _packed_bytes(number_format.block_size, number_format)
+    codes, scale_bytes = packed.split([packed.shape[-1] - num_blocks, num_blocks], dim=-1)
+    return codes, scale_bytes
 
 
 def kv_bytes_per_token(
@@ -100,74 +103,8 @@ def _packed_bytes(num_values: int, number_format: NumberFormat) -> int:
     return num_values * number_format.code_bits // 8 + num_values // number_format.block_size
 
 
-def _layer_types(config: InferenceConfig) -> list[str]:
-    states = config.mamba_inference_state_config
-    return [] if states is None else states.layer_type_list
-
-
-class PlainKVContext(DynamicInferenceContext):
-    """Megatron's context with our own write, which needs neither Triton nor a GPU.
-
-    Args:
-        model_config: Configuration of the engine's model.
-        inference_config: Configuration of Megatron's engine.
-        sites: Sites of the engine.
-        decoder_layers: Decoder layer of each attention layer, in order.
-
-    Attributes:
-        finished_routing: By request that finished, int16 [tokens forwarded, MoE layers, top-k].
-    """
-
-    def __init__(
-        self,
-        model_config: TransformerConfig,
-        inference_config: InferenceConfig,
-        *,
-        sites: RolloutSites,
-        decoder_layers: tuple[int, ...],
-    ) -> None:
-        if inference_config.kv_cache_management_mode != KVCacheManagementMode.PERSIST:
-            raise ValueError(
-                f"{type(self).__name__} supports kv_cache_management_mode=persist only; got "
-                f"{inference_config.kv_cache_management_mode}"
-            )
-        speculative = inference_config.num_speculative_tokens
-        if speculative and Symbols.MAMBA in _layer_types(inference_config):
-            raise ValueError(
-                f"num_speculative_tokens={speculative} is not supported with Gated DeltaNet "
-                "layers, whose states cannot go back over rejected tokens; set it to 0"
-            )
-        self.model_config = model_config
-        self.finished_routing: dict[int, np.ndarray | None] = {}
-        self.sites = sites
-        self.decoder_layers = decoder_layers
-        super().__init__(model_config=model_config, inference_config=inference_config)
-
-    def initialize_attention_state(self, **kwargs: Any) -> Any:
-        """Prepares a step and tells the recorder whose rows it computes."""
-        event = super().initialize_attention_state(**kwargs)
-        rows = slice(0, self.active_token_count)
-        requests = self.token_to_request_idx[rows].long()
-        self.sites.recorder.begin_step(self.request_ids[requests], self.token_to_pos_ids[rows])
-        return event
-
-    def update_requests(self, active_requests_mask: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Ends a step; keeps the routing of the requests that finished in it.
-
-        Megatron 0.19.2 reads their routing after this call has given their blocks to other
-        requests, and then finds none. A model without MoE layers has none.
-        """
-        finished = (active_requests_mask == 0).nonzero()[:, 0] + self.paused_request_count
-        if not self.moe_enable_routing_replay:
-            finished = finished[:0]
-        for index in finished.tolist():
-            blocks = self.request_to_kv_block_ids[index]
-            num_rows = self.request_kv_length_offsets[index] + self.request_query_lengths[index]
-            routing = self.kv_block_allocator.reconstruct_routing_from_blocks(
-                blocks[blocks >= 0].tolist(), int(num_rows)
-            )
-            self.finished_routing[int(self.request_ids[index])] = routing
-        return super().update_requests(active_requests_mask, *args, **kwargs)
+class PlainKVContext(RolloutContext):
+    """Cache of plain values, with a write of our own, which needs neither Triton nor a GPU."""
 
     def append_key_value_cache(
         self, layer_number: int, key: torch.Tensor, value: torch.Tensor
@@ -227,6 +164,13 @@ class PackedKVContext(PlainKVContext):
         return torch.cat(
             (packed_codes.unflatten(1, (heads, -1)), scale_bytes.unflatten(1, (heads, -1))), dim=-1
         )
+
+    def cached_rows(
+        self, layer: int, site: Site, stored: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Gives packed codes and scale bytes of rows, uint8 [R, bytes of all heads] each."""
+        codes, scale_bytes = split_packed(stored, self.number_format)
+        return codes.flatten(1), scale_bytes.flatten(1)
 
     def key_value_cache(self, layer_number: int) -> tuple[Pages, Pages, torch.Tensor]:
         """Gives the packed pages of keys and values of a layer and the block table."""

@@ -7,37 +7,45 @@ from collections.abc import Collection, Iterable, Sequence
 
 import torch
 
+from megatron_trace.rollout.sampling import SamplingSettings
+
 
 def require_usable(
     prompts: Sequence[Sequence[int]],
     sample_ids: Sequence[str],
+    sampling: SamplingSettings,
     *,
-    max_new_tokens: int,
     max_sequence_length: int,
     vocab_size: int,
-    top_logprobs: int,
     stored: Collection[str],
 ) -> None:
     """Checks prompts and names of samples.
 
     Args:
-        prompts: Token ids of each prompt.
+        prompts: Token ids of the prompt of each sample.
         sample_ids: Name of each sample.
-        max_new_tokens: Tokens sampled per prompt at most.
+        sampling: How tokens are sampled.
         max_sequence_length: Longest prompt and response together.
         vocab_size: Rows of the embedding.
-        top_logprobs: Number of most probable tokens that are reported.
         stored: Samples that the hint store has already.
 
     Raises:
         ValueError: Counts differ, a name is used twice or stored already, or a prompt is empty,
-            too long for the context, or has a token outside the vocabulary; or more tokens are to
-            be reported than there are.
+            too long for the context, or has a token outside the vocabulary; or the sampling asks
+            for more tokens, or other ones, than there are.
     """
-    if top_logprobs > vocab_size:
-        raise ValueError(f"top_logprobs={top_logprobs} exceeds the vocabulary of {vocab_size}")
+    if sampling.top_logprobs > vocab_size:
+        raise ValueError(
+            f"top_logprobs={sampling.top_logprobs} exceeds the vocabulary of {vocab_size}"
+        )
+    if any(not 0 <= token < vocab_size for token in sampling.stop_tokens):
+        raise ValueError(
+            f"stop_tokens must lie in 0 to {vocab_size - 1}; got {sampling.stop_tokens}"
+        )
     if len(prompts) != len(sample_ids):
-        raise ValueError(f"{len(prompts)} prompts, but {len(sample_ids)} sample ids")
+        of_each = sampling.samples_per_prompt
+        times = "" if of_each == 1 else f" ({len(prompts) // of_each} of {of_each} samples each)"
+        raise ValueError(f"{len(prompts)} prompts{times}, but {len(sample_ids)} sample ids")
     twice = [sample_id for sample_id, count in Counter(sample_ids).items() if count > 1]
     if twice:
         raise ValueError(f"sample ids must be unique; used twice: {', '.join(twice[:5])}")
@@ -50,10 +58,10 @@ def require_usable(
             )
         if not prompt:
             raise ValueError(f"sample {sample_id}: the prompt is empty; give it at least one token")
-        if len(prompt) + max_new_tokens > max_sequence_length:
+        if len(prompt) + sampling.max_new_tokens > max_sequence_length:
             raise ValueError(
                 f"sample {sample_id}: a prompt of {len(prompt)} tokens and max_new_tokens="
-                f"{max_new_tokens} exceed the context of {max_sequence_length} tokens"
+                f"{sampling.max_new_tokens} exceed the context of {max_sequence_length} tokens"
             )
         if not 0 <= min(prompt) <= max(prompt) < vocab_size:
             raise ValueError(

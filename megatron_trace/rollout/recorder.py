@@ -1,14 +1,19 @@
-"""What the engine's quantisers did, by sample, token position, decoder layer and site.
+"""What the engine's quantisers did, kept in pages beside those of the K/V cache.
 
-Legend: N rows of one engine step that belong to a request, R rows of a sample, K values of a row,
-B blocks of a row, C bits of a code, k expert slots of a token. A row of fc2 is its k slots side by
-side.
+A row lies at the page and offset at which the cache keeps the token's keys and values, so that it
+lives as long as they do: requests that share a prefix share its rows, a page that is handed on is
+written anew, and padding goes where the cache puts it, to a page of no request.
+
+Legend: N rows of one engine step that belong to a request, M rows with padding, P pages of S
+tokens, K values of a row, B blocks of a row, C bits of a code, k expert slots of a token. A row of
+fc2 is its k slots side by side.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -18,29 +23,24 @@ from megatron_trace.hints import Site
 Place = tuple[int, Site]
 
 
-@dataclass(frozen=True)
-class _Slots:
-    """Some slots of the rows of one step."""
-
-    tokens: torch.Tensor
-    slots: torch.Tensor
-    packed_codes: torch.Tensor
-    scale_bytes: torch.Tensor
-    num_slots: int
-
-
 @dataclass
 class _Step:
-    """One forward of the engine: whose rows it computed, and what the quantisers gave."""
+    """One forward of the engine: whose rows it computes, and where they go."""
 
     request_ids: torch.Tensor
     positions: torch.Tensor
-    rows: dict[Place, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
-    slots: dict[Place, list[_Slots]] = field(default_factory=dict)
+    pages: torch.Tensor
+    offsets: torch.Tensor
+    times_put: Counter[Place] = field(default_factory=Counter)
+    num_slots: dict[Place, int] = field(default_factory=dict)
+    slots_put: dict[Place, torch.Tensor] = field(default_factory=dict)
 
 
 class Recorder:
-    """Collects packed codes and scale bytes as the quantisers give them; never quantises itself.
+    """Keeps packed codes and scale bytes as the quantisers give them; never quantises itself.
+
+    Keys and values are not kept a second time: the cache holds their codes. Of them it is only
+    checked that they were quantised.
 
     Args:
         places: (decoder layer, site) whose rows are kept.
@@ -52,55 +52,103 @@ class Recorder:
     def __init__(self, places: Iterable[Place]) -> None:
         self.places = frozenset(places)
         self.seconds = 0.0
-        self._sample_ids: Sequence[str] = ()
-        self._first_request_id = 0
+        self._num_pages = self._page_tokens = 0
+        self._pages: dict[Place, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._wrong_slots: dict[Place, torch.Tensor] = {}
+        self._sample_ids: Mapping[int, str] = {}
         self._keep = False
-        self._steps: list[_Step] = []
+        self._step: _Step | None = None
 
-    def start(self, sample_ids: Sequence[str], first_request_id: int, *, keep: bool) -> None:
-        """Begins a rollout whose requests have consecutive ids, in the order of the samples.
+    def reserve(self, num_pages: int, page_tokens: int) -> None:
+        """Says how many pages the cache has; memory is taken when the first row comes.
 
         Args:
-            sample_ids: Names of the samples.
-            first_request_id: The engine's id of the first of them.
+            num_pages: P, the page that padding goes to included.
+            page_tokens: S.
+        """
+        self._num_pages, self._page_tokens = num_pages, page_tokens
+        self._pages = {}
+
+    def start(self, sample_ids: Mapping[int, str], *, keep: bool) -> None:
+        """Begins a rollout.
+
+        Args:
+            sample_ids: Names of the samples by the engine's ids of their requests.
             keep: Whether rows are kept; otherwise only the samples of the rows are known.
         """
-        self._sample_ids, self._first_request_id = sample_ids, first_request_id
-        self._keep = keep
-        self._steps = []
+        self._sample_ids, self._keep = dict(sample_ids), keep
+        self._step, self._wrong_slots = None, {}
 
     def stop(self) -> None:
-        """Ends the rollout and forgets what was not taken."""
-        self._sample_ids, self._steps, self._keep = (), [], False
+        """Ends the rollout."""
+        self._sample_ids, self._step, self._keep = {}, None, False
 
-    def begin_step(self, request_ids: torch.Tensor, positions: torch.Tensor) -> None:
-        """Says to which request and token position the first N rows of the next forward belong.
+    @property
+    def is_running(self) -> bool:
+        """Whether a rollout is running."""
+        return bool(self._sample_ids)
+
+    @property
+    def is_recording(self) -> bool:
+        """Whether a rollout is running whose rows are kept."""
+        return self.is_running and self._keep
+
+    def begin_step(
+        self,
+        request_ids: torch.Tensor,
+        positions: torch.Tensor,
+        pages: torch.Tensor,
+        offsets: torch.Tensor,
+    ) -> None:
+        """Says to what the rows of the next forward belong.
 
         Args:
             request_ids: integer [N]; the engine's buffers, copied here.
-            positions: integer [N].
+            positions: integer [N], token positions.
+            pages: int64 [M], where rows are kept, on the device that computes; padding last.
+            offsets: int64 [M], likewise, within the page.
         """
-        if self._sample_ids:
-            steps = self._steps if self._keep else []
-            steps.append(_Step(request_ids.long().clone(), positions.long().clone()))
-            self._steps = steps
+        self._step = _Step(request_ids.long().clone(), positions.long().clone(), pages, offsets)
+
+    def end_step(self) -> None:
+        """Checks that every place was quantised once for every row of the running step.
+
+        Raises:
+            RuntimeError: A place was not.
+        """
+        step, self._step = self._step, None
+        if step is None or not self._keep:
+            return
+        for layer, site in sorted(self.places):
+            put = step.times_put[layer, site]
+            slots = step.num_slots.get((layer, site), 0)
+            expected = len(step.pages) * slots if slots else 1
+            if put != expected:
+                how = "not quantised" if not put else f"quantised for {put} of {expected} slots"
+                raise RuntimeError(
+                    f"layer {layer}, site {site} was {how} in a step that computed "
+                    f"{len(step.positions)} rows, the first of {self._name(step, 0)}; the engine "
+                    "must call its quantiser once for every row"
+                )
+            if slots:
+                wrong = (step.slots_put[layer, site][: len(step.positions) * slots] != 1).any()
+                seen = self._wrong_slots.get((layer, site))
+                self._wrong_slots[layer, site] = wrong if seen is None else seen | wrong
 
     @property
     def num_rows(self) -> int | None:
         """Rows of the running step that belong to a request; None outside a rollout."""
-        return len(self._steps[-1].positions) if self._steps else None
+        return None if self._step is None else len(self._step.positions)
 
     def sample_of_row(self, row: int) -> str:
         """Names sample and position of a row of the running step, for error messages."""
-        if self.num_rows is None:
+        if self._step is None:
             return f"row {row} (no rollout is running)"
-        step = self._steps[-1]
-        index = int(step.request_ids[row]) - self._first_request_id
-        return f"sample {self._sample_ids[index]}, position {int(step.positions[row])}"
+        return f"{self._name(self._step, row)}, position {int(self._step.positions[row])}"
 
     def keeps(self, layer: int, site: Site) -> bool:
         """Whether the rows of a place are kept in the running step."""
-        return bool(self._keep and self._steps) and (layer, site) in self.places
+        return self._keep and self._step is not None and (layer, site) in self.places
 
     def put(
         self, layer: int, site: Site, packed_codes: torch.Tensor, scale_bytes: torch.Tensor
@@ -110,25 +158,30 @@ class Recorder:
         Args:
             layer: Decoder layer.
             site: Site.
-            packed_codes: uint8 [>= N, K * C / 8]; rows beyond N are padding.
-            scale_bytes: uint8 [>= N, B].
+            packed_codes: uint8 [M, K * C / 8].
+            scale_bytes: uint8 [M, B].
 
         Raises:
             RuntimeError: The place was recorded in this step already.
         """
         if not self.keeps(layer, site):
             return
-        place = (layer, site)
         started = time.perf_counter()
-        step = self._steps[-1]
-        if place in step.rows:
+        step, place = self._step, (layer, site)
+        assert step is not None, "keeps says so"
+        if step.times_put[place]:
             raise RuntimeError(
                 f"layer {layer}, site {site} was quantised twice in one step of the engine; its "
                 "rows cannot be told apart"
             )
-        rows = len(step.positions)
-        # A view would keep the padding alive.
-        step.rows[place] = (packed_codes[:rows].clone(), scale_bytes[:rows].clone())
+        step.times_put[place] = 1
+        if not site.is_cached:
+            for pages, rows in zip(
+                self._pages_of(place, packed_codes, scale_bytes),
+                (packed_codes, scale_bytes),
+                strict=True,
+            ):
+                pages[step.pages, step.offsets] = rows
         self.seconds += time.perf_counter() - started
 
     def put_slots(
@@ -146,8 +199,8 @@ class Recorder:
         Args:
             layer: Decoder layer.
             site: Site.
-            packed_codes: uint8 [rows, bytes of a slot]; kept, not copied.
-            scale_bytes: uint8 [rows, blocks of a slot]; likewise.
+            packed_codes: uint8 [rows, bytes of a slot].
+            scale_bytes: uint8 [rows, blocks of a slot].
             slots: Token and slot of every row, int64 [rows] each; tokens from N on are padding.
             num_slots: Slots k of a token.
 
@@ -157,94 +210,84 @@ class Recorder:
         if not self.keeps(layer, site):
             return
         started = time.perf_counter()
-        if len(slots[0]) != len(packed_codes):
+        step, place = self._step, (layer, site)
+        assert step is not None, "keeps says so"
+        tokens, slot = slots
+        if len(tokens) != len(packed_codes):
             raise RuntimeError(
                 f"layer {layer}, site {site}: the quantiser got {len(packed_codes)} rows, but the "
-                f"routing record of the step says {len(slots[0])}"
+                f"routing record of the step says {len(tokens)}"
             )
-        part = _Slots(*slots, packed_codes, scale_bytes, num_slots)
-        self._steps[-1].slots.setdefault((layer, site), []).append(part)
+        if place not in step.slots_put:
+            step.num_slots[place] = num_slots
+            step.slots_put[place] = torch.zeros(
+                len(step.pages) * num_slots, dtype=torch.int32, device=packed_codes.device
+            )
+        step.times_put[place] += len(tokens)
+        step.slots_put[place].index_add_(
+            0, tokens * num_slots + slot, torch.ones_like(tokens, dtype=torch.int32)
+        )
+        for pages, rows in zip(
+            self._pages_of(place, packed_codes, scale_bytes, num_slots),
+            (packed_codes, scale_bytes),
+            strict=True,
+        ):
+            pages[step.pages[tokens], step.offsets[tokens], slot] = rows
         self.seconds += time.perf_counter() - started
 
-    def take(self, num_rows: Sequence[int]) -> dict[Place, tuple[torch.Tensor, torch.Tensor]]:
-        """Gives the rows of one sample after those of another, each in the order of its positions.
+    def rows(
+        self, place: Place, pages: torch.Tensor, offsets: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Gives the rows of a place at some pages and offsets.
 
         Args:
-            num_rows: R of each sample, in the order of the samples.
+            place: Decoder layer and site, not of keys or values.
+            pages: int64 [R].
+            offsets: int64 [R].
 
         Returns:
-            By place: packed codes uint8 [sum of R, K * C / 8], scale bytes uint8 [sum of R, B].
+            packed codes uint8 [R, K * C / 8], scale bytes uint8 [R, B], on the device.
 
         Raises:
-            RuntimeError: A position of a sample was not recorded exactly once.
+            RuntimeError: In a step of the rollout an expert slot was not quantised exactly once.
         """
-        order = self._row_order(num_rows)
-        records = {}
-        for place in sorted(self.places):
-            rows = [self._rows(step, place) for step in self._steps]
-            packed_codes, scale_bytes = (torch.cat(part) for part in zip(*rows, strict=True))
-            records[place] = (packed_codes[order].cpu(), scale_bytes[order].cpu())
-        self._steps = []
-        return records
-
-    def _rows(self, step: _Step, place: Place) -> tuple[torch.Tensor, torch.Tensor]:
-        if place in step.rows:
-            return step.rows[place]
-        if place in step.slots:
-            return self._slots_side_by_side(step, place)
-        raise self._not_once(step, place, "not quantised")
-
-    def _slots_side_by_side(self, step: _Step, place: Place) -> tuple[torch.Tensor, torch.Tensor]:
-        parts = step.slots[place]
-        num_rows, num_slots = len(step.positions), parts[0].num_slots
-        index = torch.cat([part.tokens * num_slots + part.slots for part in parts])
-        real = index < num_rows * num_slots
-        index = index[real]
-        times = torch.bincount(index, minlength=num_rows * num_slots)
-        if (times != 1).any():
-            how = "in a slot twice" if (times > 1).any() else "but not in every expert slot"
-            raise self._not_once(step, place, f"quantised {how}")
-        order = index.argsort()
-        packed_codes = torch.cat([part.packed_codes for part in parts])[real][order]
-        scale_bytes = torch.cat([part.scale_bytes for part in parts])[real][order]
-        return packed_codes.view(num_rows, -1), scale_bytes.view(num_rows, -1)
-
-    def _not_once(self, step: _Step, place: Place, what: str) -> RuntimeError:
         layer, site = place
-        return RuntimeError(
-            f"layer {layer}, site {site} was {what} in a step that computed {len(step.positions)} "
-            f"rows, the first of {self._name(int(step.request_ids[0]))}; the engine must call its "
-            "quantiser once for every row"
-        )
+        if place in self._wrong_slots and bool(self._wrong_slots[place]):
+            raise RuntimeError(
+                f"layer {layer}, site {site}: an expert slot was quantised twice, and another one "
+                "not, in a step of this rollout"
+            )
+        codes, scale_bytes = (kept[pages, offsets].flatten(1) for kept in self._pages[place])
+        return codes, scale_bytes
 
-    def _row_order(self, num_rows: Sequence[int]) -> torch.Tensor:
-        """Gives the permutation that sorts the recorded rows by sample and position."""
-        samples = torch.cat([step.request_ids for step in self._steps]) - self._first_request_id
-        positions = torch.cat([step.positions for step in self._steps])
-        expected_samples = torch.repeat_interleave(torch.tensor(num_rows))
-        starts = torch.tensor(num_rows).cumsum(0) - torch.tensor(num_rows)
-        expected_positions = torch.arange(len(expected_samples)) - starts[expected_samples]
-        stride = 1 + max(int(positions.max()), max(num_rows))
-        keys, order = (samples * stride + positions).sort()
-        expected = expected_samples * stride + expected_positions
-        if not torch.equal(keys.cpu(), expected):
-            self._raise_wrong_coverage(keys.cpu(), expected, stride, num_rows)
-        return order
-
-    def _raise_wrong_coverage(
-        self, keys: torch.Tensor, expected: torch.Tensor, stride: int, num_rows: Sequence[int]
+    def restore(
+        self,
+        place: Place,
+        pages: torch.Tensor,
+        offsets: torch.Tensor,
+        rows: tuple[torch.Tensor, torch.Tensor],
     ) -> None:
-        shared = min(len(keys), len(expected))
-        differing = (keys[:shared] != expected[:shared]).nonzero()
-        first = int(differing[0]) if len(differing) else shared
-        key = min(int(part[first]) for part in (keys, expected) if first < len(part))
-        index = key // stride
-        recorded = int(((keys >= index * stride) & (keys < (index + 1) * stride)).sum())
-        raise RuntimeError(
-            f"{self._name(index + self._first_request_id)}: position {key % stride} was not "
-            f"recorded exactly once; {recorded} rows were recorded for {num_rows[index]} positions "
-            "(was the request evicted, or its prefix cached?)"
-        )
+        """Puts rows that `rows` gave at other pages and offsets."""
+        for kept, values in zip(self._pages[place], rows, strict=True):
+            kept[pages, offsets] = values.to(kept.device).view(len(pages), *kept.shape[2:])
 
-    def _name(self, request_id: int) -> str:
-        return f"sample {self._sample_ids[request_id - self._first_request_id]}"
+    def _pages_of(
+        self,
+        place: Place,
+        packed_codes: torch.Tensor,
+        scale_bytes: torch.Tensor,
+        num_slots: int | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if place not in self._pages:
+            assert self._num_pages, "reserve comes first"
+            slots = () if num_slots is None else (num_slots,)
+            shape = (self._num_pages, self._page_tokens, *slots)
+            codes, scales = (
+                torch.zeros(*shape, part.shape[1], dtype=torch.uint8, device=part.device)
+                for part in (packed_codes, scale_bytes)
+            )
+            self._pages[place] = (codes, scales)
+        return self._pages[place]
+
+    def _name(self, step: _Step, row: int) -> str:
+        return f"sample {self._sample_ids[int(step.request_ids[row])]}"

@@ -57,6 +57,7 @@ class RowSampler(Sampling):
         self._settings = SamplingSettings(max_new_tokens=1)
         self._seeds: Mapping[int, int] = {}
         self._steps: list[_Step] = []
+        self._num_told = 0
 
     def begin(self, settings: SamplingSettings, seeds: Mapping[int, int]) -> None:
         """Begins a rollout.
@@ -65,11 +66,12 @@ class RowSampler(Sampling):
             settings: How tokens are sampled.
             seeds: Seed of each request, by the engine's id.
         """
-        self._settings, self._seeds, self._steps = settings, seeds, []
+        self._settings, self._seeds = settings, seeds
+        self._steps, self._num_told = [], 0
 
     def end(self) -> None:
         """Forgets what was sampled."""
-        self._seeds, self._steps = {}, []
+        self._seeds, self._steps, self._num_told = {}, [], 0
 
     def sample_kernel(
         self,
@@ -115,6 +117,20 @@ class RowSampler(Sampling):
         step = self._steps[-1]
         return dict(zip(step.request_ids.tolist(), step.sampled.tokens.tolist(), strict=True))
 
+    def last_step(self) -> list[tuple[int, int, float]]:
+        """Gives request, token and log-prob of what was sampled since it was asked last."""
+        steps, self._num_told = self._steps[self._num_told :], len(self._steps)
+        return [
+            row
+            for step in steps
+            for row in zip(
+                step.request_ids.tolist(),
+                step.sampled.tokens.tolist(),
+                step.sampled.logprobs.tolist(),
+                strict=True,
+            )
+        ]
+
     def sampled(self) -> dict[int, Sampled]:
         """Gives what was sampled since `begin` for each request, in host memory."""
         if not self._steps:
@@ -158,7 +174,7 @@ def _of_rows(request_ids: np.ndarray, sampled: Sampled, rows: np.ndarray) -> _St
     if rows.all():
         return _Step(request_ids, sampled)
     index = torch.from_numpy(rows.nonzero()[0]).to(sampled.tokens.device)
-    parts = {
-        name: None if values is None else values[index] for name, values in vars(sampled).items()
-    }
-    return _Step(request_ids[rows], Sampled(**parts))
+    tops = sampled.top_tokens, sampled.top_logprobs
+    top_tokens, top_logprobs = (None if top is None else top[index] for top in tops)
+    part = Sampled(sampled.tokens[index], sampled.logprobs[index], top_tokens, top_logprobs)
+    return _Step(request_ids[rows], part)

@@ -39,6 +39,8 @@ class SamplingSettings:
             (`raw`).
         top_logprobs: Number of most probable tokens reported with each sampled one, with their
             log-probs in the same distribution; 0 reports none.
+        stop_tokens: Tokens that end a turn, beside the engine's end token.
+        samples_per_prompt: Samples of each prompt.
     """
 
     max_new_tokens: int
@@ -48,6 +50,8 @@ class SamplingSettings:
     greedy: bool = False
     logprobs: LogprobKind = "sampling"
     top_logprobs: int = 0
+    stop_tokens: tuple[int, ...] = ()
+    samples_per_prompt: int = 1
 
     def __post_init__(self) -> None:
         """Raises ValueError on a value out of range or on contradictory settings."""
@@ -58,6 +62,7 @@ class SamplingSettings:
             ("top_k", self.top_k >= 0, ">= 0"),
             ("logprobs", self.logprobs in ("sampling", "raw"), "sampling or raw"),
             ("top_logprobs", self.top_logprobs >= 0, ">= 0"),
+            ("samples_per_prompt", self.samples_per_prompt >= 1, ">= 1"),
         ):
             if not ok:
                 raise ValueError(f"{name} must be {expected}; got {getattr(self, name)}")

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from megatron.core.inference.config import InferenceConfig
+from megatron.core.inference.config import InferenceConfig, PrefixCachingEvictionPolicy
 from megatron.core.inference.engines import DynamicInferenceEngine
-from megatron.core.inference.inference_request import DynamicInferenceRequest, Status
 from megatron.core.inference.model_inference_wrappers.gpt.gpt_inference_wrapper import (
     GPTInferenceWrapper,
 )
@@ -23,14 +21,16 @@ from megatron_trace import compat
 from megatron_trace.hints import Site
 from megatron_trace.models.hybrid import decoder_layers
 from megatron_trace.models.routing import global_replay_instances
+from megatron_trace.rollout.callbacks import NextTurn, OnTokens
 from megatron_trace.rollout.gated_delta_net import state_bytes_per_request, state_config
 from megatron_trace.rollout.kv_cache import (
     PackedKVContext,
     PlainKVContext,
     kv_bytes_per_token,
 )
-from megatron_trace.rollout.row_sampler import RowSampler, Sampled
-from megatron_trace.rollout.sampling import SamplingSettings, sample_seed
+from megatron_trace.rollout.row_sampler import RowSampler
+from megatron_trace.rollout.running import Run, Served
+from megatron_trace.rollout.sampling import SamplingSettings
 from megatron_trace.rollout.sites import RolloutSites
 
 # Megatron pads every step to a multiple of this many tokens.
@@ -57,16 +57,61 @@ class TokenIds:
 
 
 @dataclass(frozen=True)
-class Served:
-    """A request that finished.
+class EngineLimits:
+    """How much an engine does and holds at a time.
 
     Attributes:
-        request: Megatron's request.
-        sampled: What was sampled for it.
+        max_sequence_length: Longest prompt and response together, in tokens.
+        max_requests: Requests that run at a time.
+        block_size_tokens: Tokens of a page of the K/V cache.
+        max_step_tokens: Tokens of a step; longer prompts are computed in chunks. None: every
+            prompt is computed at once.
+        cache_tokens: Tokens that the K/V cache holds; where they are too few for all requests,
+            some are paused, and evicted to host memory for a while. None: room for all.
+        prefix_caching: Whether prompts share the pages, and records, of the blocks that they begin
+            with alike; until weights are pushed also with earlier rollouts.
     """
 
-    request: DynamicInferenceRequest
-    sampled: Sampled
+    max_sequence_length: int
+    max_requests: int = 64
+    block_size_tokens: int = 32
+    max_step_tokens: int | None = None
+    cache_tokens: int | None = None
+    prefix_caching: bool = False
+
+    def __post_init__(self) -> None:
+        """Raises ValueError on limits that leave no room for a request."""
+        if self.max_step_tokens is not None and self.max_step_tokens < self.max_requests:
+            raise ValueError(
+                f"max_step_tokens={self.max_step_tokens} must be at least max_requests="
+                f"{self.max_requests}, as each running request computes a token in a step"
+            )
+        if self.num_pages < self.pages_per_request:
+            raise ValueError(
+                f"cache_tokens={self.cache_tokens} does not hold one request of "
+                f"max_sequence_length={self.max_sequence_length}"
+            )
+
+    @property
+    def pages_per_request(self) -> int:
+        """Pages of the longest request."""
+        return math.ceil(self.max_sequence_length / self.block_size_tokens)
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of the cache, without the one for rows of padding."""
+        if self.cache_tokens is None:
+            return self.max_requests * self.pages_per_request
+        return self.cache_tokens // self.block_size_tokens
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens of the largest step, in multiples of Megatron's padding."""
+        tokens = self.max_step_tokens
+        if tokens is None:
+            all_tokens = self.max_requests * self.max_sequence_length
+            tokens = max(min(MAX_STEP_TOKENS, all_tokens), self.max_sequence_length)
+        return math.ceil(tokens / TOKEN_MULTIPLE) * TOKEN_MULTIPLE
 
 
 class Server:
@@ -77,9 +122,7 @@ class Server:
         sites: Sites of the engine.
         packed: Whether K/V are stored as codes and block scales.
         eod_token: Token that ends a response.
-        max_requests: Requests that run at a time.
-        max_sequence_length: Longest prompt and response together, in tokens.
-        block_size_tokens: Tokens of a page of the cache.
+        limits: How much it does and holds at a time.
 
     Attributes:
         context: The paged cache and the bookkeeping of requests.
@@ -92,13 +135,12 @@ class Server:
         *,
         packed: bool,
         eod_token: int,
-        max_requests: int,
-        max_sequence_length: int,
-        block_size_tokens: int,
+        limits: EngineLimits,
     ) -> None:
         self.model = model
         self.sites = sites
         self.eod_token = eod_token
+        self.limits = limits
         attention_layers = tuple(
             layer.index for layer in decoder_layers(model) if layer.attention is not None
         )
@@ -112,9 +154,7 @@ class Server:
                     len(attention_layers),
                     sites.format_of(Site.K) if packed else None,
                 ),
-                max_requests=max_requests,
-                max_sequence_length=max_sequence_length,
-                block_size_tokens=block_size_tokens,
+                limits,
             ),
             sites=sites,
             decoder_layers=attention_layers,
@@ -127,6 +167,10 @@ class Server:
         compat.set_sampler(controller, self._sampler)
         with compat.inference_mode_of_process(), global_replay_instances(model):
             self._engine = DynamicInferenceEngine(controller, self.context)
+        controller.set_stop_word_finished_ids_callback(self._finished_ids)
+        self._run: Run | None = None
+        # What the prefix cache holds is of the weights that serve now, and recorded.
+        self._prefixes_are_valid = self._prefixes_are_recorded = False
 
     def run(
         self,
@@ -134,94 +178,121 @@ class Server:
         sample_ids: Sequence[str],
         *,
         sampling: SamplingSettings,
-        seed: int,
+        seeds: Sequence[int],
         keep: bool,
-    ) -> list[Served]:
+        on_tokens: OnTokens | None = None,
+        next_turn: NextTurn | None = None,
+    ) -> list[Served | None]:
         """Generates a response to every prompt.
 
         Args:
             prompts: Token ids.
             sample_ids: Name of each sample.
             sampling: How tokens are sampled.
-            seed: Seed of the sampling; each sample has its own, of this and its name.
-            keep: Whether the recorder keeps rows; take them before the next run.
+            seeds: Seed of each sample.
+            keep: Whether the recorder keeps rows.
+            on_tokens: Is told of every token.
+            next_turn: Says how samples go on.
 
         Returns:
-            The finished requests in the order of the prompts.
+            What was served, in the order of the prompts; None for a sample that was aborted and
+            dropped.
 
         Raises:
             RuntimeError: Megatron's engine refused or lost a request.
         """
-        self._engine.reset()
-        self.context.finished_routing.clear()
-        seeds = {n: sample_seed(seed, sample_id) for n, sample_id in enumerate(sample_ids)}
-        self._sampler.begin(sampling, seeds)
-        self.sites.recorder.start(sample_ids, 0, keep=keep)
-        parameters = sampling.to_megatron(self.eod_token)
-        finished: dict[int, DynamicInferenceRequest] = {}
+        is_known = self._prefixes_are_valid and (self._prefixes_are_recorded or not keep)
+        if not (self.limits.prefix_caching and is_known):
+            self._engine.reset()
+            self._prefixes_are_recorded = True
+        self._prefixes_are_recorded &= keep
+        self.context.counts.clear()
+        self._sampler.begin(sampling, dict(enumerate(seeds)))
+        self.sites.recorder.start(dict(enumerate(sample_ids)), keep=keep)
+        self._run = Run(
+            self._engine,
+            self.context,
+            self._sampler,
+            prompts=prompts,
+            sample_ids=sample_ids,
+            sampling=sampling,
+            end_tokens=(self.eod_token, *sampling.stop_tokens),
+            shares_prefixes=self.limits.prefix_caching,
+            on_tokens=on_tokens,
+            next_turn=next_turn,
+        )
+        evicted_before = self._engine.evicted_request_count
         with (
             compat.inference_mode_of_process(),
             compat.flash_attention_not_needed(),
             global_replay_instances(self.model),
         ):
             try:
-                for request_id, prompt in enumerate(prompts):
-                    self._engine.add_request(
-                        request_id, list(prompt), dataclasses.replace(parameters)
-                    )
-                while self._engine.has_unfinished_requests():
-                    step: Any = self._engine.step_modern()
-                    for record in step["finished_request_records"]:
-                        finished[record.request_id] = record[-1]
+                served = self._run.serve()
             except BaseException:
                 self.reset()
                 raise
-        for request_id, sample_id in enumerate(sample_ids):
-            request = finished.get(request_id)
-            if request is not None:
-                request.routing_indices = self.context.finished_routing.get(request_id)
-            if request is None or request.status != Status.COMPLETED:
-                status = "lost" if request is None else request.status
-                raise RuntimeError(f"sample {sample_id}: Megatron's engine left it {status}")
-        sampled = self._sampler.sampled()
+        self.context.counts["evictions"] = self._engine.evicted_request_count - evicted_before
+        self._run = None
         self._sampler.end()
-        return [Served(finished[number], sampled[number]) for number in range(len(prompts))]
+        self._prefixes_are_valid = True
+        return served
+
+    def abort(self, sample_ids: Iterable[str], *, keep: bool) -> None:
+        """Ends samples of the running rollout, see `Run.abort`.
+
+        Raises:
+            RuntimeError: No rollout is running.
+            ValueError: A sample is not of it.
+        """
+        if self._run is None:
+            raise RuntimeError("abort is for on_tokens and next_turn: no rollout is running")
+        self._run.abort(sample_ids, keep=keep)
+
+    def forget_prefixes(self) -> None:
+        """Drops what the prefix cache holds; it is of other weights or settings."""
+        self._prefixes_are_valid = False
 
     def reset(self) -> None:
         """Drops all requests and what was recorded of them, after an error too."""
         compat.restore_linear_functions()
+        self._run = None
         self.sites.recorder.stop()
         self._sampler.end()
+        self.forget_prefixes()
         self._engine.reset()
+
+    def _finished_ids(self, active_ids: list[int]) -> set[int]:
+        return set() if self._run is None else self._run.finished_ids(active_ids)
 
 
 def inference_config(
-    model: HybridModel,
-    bytes_per_token: int,
-    *,
-    max_requests: int,
-    max_sequence_length: int,
-    block_size_tokens: int,
+    model: HybridModel, bytes_per_token: int, limits: EngineLimits
 ) -> InferenceConfig:
-    """Gives Megatron's configuration, with a cache that holds all requests at full length.
+    """Gives Megatron's configuration.
 
-    No request is ever paused or evicted then, so every position is computed exactly once.
+    Args:
+        model: Model of the engine.
+        bytes_per_token: Bytes of a token's keys and values.
+        limits: How much the engine does and holds at a time.
     """
-    blocks_per_request = math.ceil(max_sequence_length / block_size_tokens)
-    num_blocks = max_requests * blocks_per_request + 1  # one for the rows of padding
-    block_bytes = block_size_tokens * bytes_per_token
+    block_bytes = limits.block_size_tokens * bytes_per_token
     # Megatron takes the states' share out by a product of floats, which may lack a byte.
     margin_bytes = block_bytes // 2
-    buffer_bytes = num_blocks * block_bytes + margin_bytes
-    buffer_bytes += max_requests * state_bytes_per_request(model)
-    step_tokens = max(min(MAX_STEP_TOKENS, max_requests * max_sequence_length), max_sequence_length)
+    buffer_bytes = (limits.num_pages + 1) * block_bytes + margin_bytes
+    buffer_bytes += limits.max_requests * state_bytes_per_request(model)
+    is_chunked = limits.max_step_tokens is not None
     return InferenceConfig(
-        block_size_tokens=block_size_tokens,
+        block_size_tokens=limits.block_size_tokens,
         buffer_size_gb=buffer_bytes / 1024**3,  # type: ignore[arg-type]
-        mamba_inference_state_config=state_config(model, block_size_tokens),
-        max_requests=max_requests,
-        max_tokens=math.ceil(step_tokens / TOKEN_MULTIPLE) * TOKEN_MULTIPLE,
-        max_sequence_length=max_sequence_length,
+        mamba_inference_state_config=state_config(model, limits.block_size_tokens),
+        max_requests=limits.max_requests,
+        max_tokens=limits.step_tokens,
+        max_sequence_length=limits.max_sequence_length,
+        enable_chunked_prefill=is_chunked,
+        # Without it Megatron's chunks do not skip tokens that are put back after an eviction.
+        enable_prefix_caching=limits.prefix_caching or is_chunked,
+        prefix_caching_eviction_policy=PrefixCachingEvictionPolicy.LRU,
         num_cuda_graphs=None,
         use_flashinfer_fused_rope=False,
     )

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 
 from megatron_trace.config import TraceConfig
-from megatron_trace.formats import FORMAT_SETS, NumberFormat, ops
+from megatron_trace.formats import E4M3_MAX, FORMAT_SETS, NumberFormat, ops
 from megatron_trace.hints import QuantizerSettings, Site, site_format
 from megatron_trace.rollout.recorder import Recorder
 
@@ -28,6 +28,7 @@ class RolloutSites:
 
     Attributes:
         calls: Calls of the quantisers by (decoder layer, site) since the last rollout began.
+        quantised_values: Values that they got at the places with static scales, likewise.
     """
 
     def __init__(self, trace: TraceConfig, recorder: Recorder) -> None:
@@ -35,12 +36,29 @@ class RolloutSites:
         self.recorder = recorder
         self.calls: Counter[tuple[int, Site]] = Counter()
         self._scales: dict[tuple[int, Site], torch.Tensor] = {}
+        self._largest: dict[tuple[int, Site], float] = {}
+        self._saturated: dict[tuple[int, Site], torch.Tensor] = {}
+        self.quantised_values: Counter[tuple[int, Site]] = Counter()
+
+    def begin_rollout(self) -> None:
+        """Begins to count anew."""
+        self.calls.clear()
+        self._saturated.clear()
+        self.quantised_values.clear()
+
+    def saturated_values(self) -> dict[tuple[int, Site], int]:
+        """Gives by place with a static scale the values beyond the largest that it has."""
+        return {place: int(count) for place, count in self._saturated.items()}
 
     def use(self, settings: QuantizerSettings) -> None:
         """Takes the global scales of every place from the settings."""
         self._scales = {
             place: torch.tensor(scale, dtype=torch.float32, device=torch.cuda.current_device())
             for place, scale in settings.global_scales.items()
+        }
+        self._largest = {
+            (layer, site): E4M3_MAX * self.format_of(site).element.largest * scale
+            for (layer, site), scale in settings.global_scales.items()
         }
 
     def format_of(self, site: Site) -> NumberFormat:
@@ -68,6 +86,8 @@ class RolloutSites:
         """
         self.calls[layer, site] += 1
         self.check_finite(layer, site, x)
+        num_rows = self.recorder.num_rows
+        self._watch(layer, site, x if num_rows is None else x[:num_rows])
         number_format = self.format_of(site)
         y, packed_codes, scale_bytes = ops.rtn_record(
             x,
@@ -105,6 +125,7 @@ class RolloutSites:
         """
         self.calls[layer, site] += 1
         self.check_finite(layer, site, x, row_of)
+        self._watch(layer, site, x)
         scale, number_format = self.scale(layer, site), self.format_of(site)
         implementation = self.trace.implementation
         if not self.recorder.keeps(layer, site):
@@ -127,6 +148,19 @@ class RolloutSites:
             layer, site, packed_codes, scale_bytes, slots=slots(), num_slots=num_slots
         )
         return y
+
+    def _watch(self, layer: int, site: Site, x: torch.Tensor) -> None:
+        """Counts values of x, [N, K], beyond the largest that a static scale has.
+
+        At fc2 rows of padding are among them, which Megatron's experts compute too.
+        """
+        largest = self._largest.get((layer, site))
+        if largest is None:
+            return
+        self.quantised_values[layer, site] += x.numel()
+        count = (x.abs() > largest).sum()
+        before = self._saturated.get((layer, site))
+        self._saturated[layer, site] = count if before is None else before + count
 
     def check_finite(
         self, layer: int, site: Site, x: torch.Tensor, row_of: Callable[[int], int] | None = None

@@ -25,7 +25,7 @@ from megatron_trace.rollout.recorder import Place
 def store_records(
     store: HintSink,
     samples: Sequence[RolloutSample],
-    records: Mapping[Place, tuple[torch.Tensor, torch.Tensor]],
+    records: Sequence[Mapping[Place, tuple[torch.Tensor, torch.Tensor]]],
     settings: QuantizerSettings,
     *,
     hint_bits: int,
@@ -37,22 +37,20 @@ def store_records(
 
     Args:
         store: Gets a hint per sample and place, and full codes of the diagnostic samples.
-        samples: The samples in the order of the records.
-        records: By place: packed codes uint8 [sum of R, ...], scale bytes [sum of R, B].
+        samples: The samples.
+        records: Of each sample by place: packed codes uint8 [R, bytes], scale bytes [R, B].
         settings: Settings of the quantisers that were recorded.
         hint_bits: Bits per value of a hint, of 1, 2, and 4 for whole codes.
         hint_scales: How a hint keeps block scales; full codes always keep them raw.
         hint_sites: Sites that guide training; the others are recorded for diagnostics only.
         diagnostic_share: Share of the samples that keep full codes.
     """
-    diagnostic = [is_diagnostic(sample.sample_id, diagnostic_share) for sample in samples]
-    num_rows = [sample.num_rows for sample in samples]
-    for (layer, site), (packed_codes, scale_bytes) in records.items():
-        scale = settings.global_scale(layer, site)
-        number_format = site_format(settings.formats, site)
-        bits, all_bits = (stored_bits(number_format, asked) for asked in (hint_bits, 4))
-        rows = zip(packed_codes.split(num_rows), scale_bytes.split(num_rows), strict=True)
-        for sample, keeps_codes, (codes, scales) in zip(samples, diagnostic, rows, strict=True):
+    for sample, places in zip(samples, records, strict=True):
+        keeps_codes = is_diagnostic(sample.sample_id, diagnostic_share)
+        for (layer, site), (codes, scales) in places.items():
+            scale = settings.global_scale(layer, site)
+            number_format = site_format(settings.formats, site)
+            bits, all_bits = (stored_bits(number_format, asked) for asked in (hint_bits, 4))
             key = HintKey(
                 sample.sample_id, layer, site, sample.policy_version, sample.settings_digest
             )

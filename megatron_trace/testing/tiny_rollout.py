@@ -55,6 +55,7 @@ def tiny_engine(
     rotary_base: int = 10_000,
     rotary_percent: float = 1.0,
     max_requests: int = 64,
+    limits: Mapping[str, Any] | None = None,
     **trace: Any,
 ) -> RolloutEngine:
     """Builds an engine with pages of 16 tokens.
@@ -68,6 +69,7 @@ def tiny_engine(
         rotary_base: Base period of RoPE.
         rotary_percent: Share of the head dim that RoPE rotates.
         max_requests: Requests that run at a time.
+        limits: More of the engine's limits, such as `cache_tokens`.
         **trace: Fields of `TraceConfig`.
     """
     engine = RolloutEngine(
@@ -81,6 +83,7 @@ def tiny_engine(
         eod_token=eod_token,
         max_requests=max_requests,
         block_size_tokens=16,
+        **limits or {},
     )
     if weights is not None:
         if method != "bf16":
@@ -119,7 +122,8 @@ def roll_out(
         **sampling: Fields of `SamplingSettings`.
     """
     store = HintStore() if store is None else store
-    ids = sample_ids or [f"s{index}" for index in range(len(prompts))]
+    samples_per_prompt = sampling.get("samples_per_prompt", 1)
+    ids = sample_ids or [f"s{index}" for index in range(len(prompts) * samples_per_prompt)]
     fields: dict[str, Any] = {"max_new_tokens": 6, **sampling}
     settings = SamplingSettings(**fields)
     return engine.generate(prompts, ids, store=store, sampling=settings, seed=seed), store

@@ -1,4 +1,4 @@
-"""The recorder returns every row to its sample and position, and says so when it cannot."""
+"""The recorder keeps every row where the cache keeps its token, and says so when it cannot."""
 
 from __future__ import annotations
 
@@ -9,39 +9,71 @@ from megatron_trace.hints import Site
 from megatron_trace.rollout.recorder import Recorder
 
 PLACE = (3, Site.FC1)
+FC2 = (3, Site.FC2)
+PAGES, PAGE_TOKENS = 5, 4
+PADDING_PAGE = PAGES - 1
 
 
-def _recorder(places=(PLACE,), sample_ids=("a", "b"), first_request_id=10) -> Recorder:
+def _recorder(places=(PLACE,), *, keep: bool = True) -> Recorder:
     recorder = Recorder(places)
-    recorder.start(sample_ids, first_request_id, keep=True)
+    recorder.reserve(PAGES, PAGE_TOKENS)
+    recorder.start({10: "a", 11: "b"}, keep=keep)
     return recorder
 
 
-def _step(recorder: Recorder, rows: list[tuple[int, int]], *, places=(PLACE,), padding=0) -> None:
-    """Records a step whose values say to which request and position they belong."""
+def _begin(recorder: Recorder, rows: list[tuple[int, int]], places, padding: int = 0) -> None:
+    """Begins a step of rows (request, position) that go to places (page, offset)."""
     requests, positions = (
         torch.tensor(column, dtype=torch.int32) for column in zip(*rows, strict=True)
     )
-    recorder.begin_step(requests, positions)
-    codes = torch.stack([requests, positions], dim=1).to(torch.uint8)
-    codes = torch.cat([codes, torch.full((padding, 2), 255, dtype=torch.uint8)])
-    for layer, site in places:
-        recorder.put(layer, site, codes, codes + 100)
+    pages, offsets = (
+        torch.tensor(column) for column in zip(*places, *[(PADDING_PAGE, 0)] * padding, strict=True)
+    )
+    recorder.begin_step(requests, positions, pages, offsets)
     requests.fill_(-1)  # the engine reuses its buffers
 
 
-def test_rows_of_interleaved_steps_return_to_sample_and_position():
+def _put(recorder: Recorder, values: list[int], place=PLACE) -> None:
+    codes = torch.tensor([[value, value + 1] for value in values], dtype=torch.uint8)
+    recorder.put(*place, codes, codes + 100)
+
+
+def _rows(recorder: Recorder, places, place=PLACE) -> tuple[list[list[int]], list[list[int]]]:
+    pages, offsets = (torch.tensor(column) for column in zip(*places, strict=True))
+    codes, scale_bytes = recorder.rows(place, pages, offsets)
+    return codes.tolist(), scale_bytes.tolist()
+
+
+def test_rows_are_found_where_their_tokens_are_cached():
     recorder = _recorder()
-    _step(recorder, [(11, 0), (11, 1)])
-    _step(recorder, [(10, 0), (10, 1), (10, 2), (11, 2)], padding=4)
-    _step(recorder, [(11, 3), (10, 3)], padding=62)
-    codes, scale_bytes = recorder.take([4, 4])[PLACE]
-    expected = [[10, p] for p in range(4)] + [[11, p] for p in range(4)]
-    assert codes.tolist() == expected
-    assert scale_bytes.tolist() == [[request + 100, p + 100] for request, p in expected]
+    _begin(recorder, [(11, 0), (11, 1), (10, 0)], [(2, 0), (2, 1), (0, 0)], padding=2)
+    _put(recorder, [10, 20, 30, 70, 80])
+    recorder.end_step()
+    _begin(recorder, [(10, 1), (11, 2)], [(0, 1), (2, 2)])
+    _put(recorder, [40, 50])
+    recorder.end_step()
+    codes, scale_bytes = _rows(recorder, [(2, 0), (2, 1), (2, 2)])
+    assert codes == [[10, 11], [20, 21], [50, 51]]
+    assert scale_bytes == [[110, 111], [120, 121], [150, 151]]
+    assert _rows(recorder, [(0, 0), (0, 1)])[0] == [[30, 31], [40, 41]]
 
 
-FC2 = (3, Site.FC2)
+def test_padding_goes_to_its_own_page():
+    recorder = _recorder()
+    _begin(recorder, [(10, 0)], [(0, 0)], padding=3)
+    _put(recorder, [1, 7, 8, 9])
+    every = [(page, offset) for page in range(PADDING_PAGE) for offset in range(PAGE_TOKENS)]
+    assert _rows(recorder, every)[0] == [[1, 2]] + [[0, 0]] * (len(every) - 1)
+
+
+def test_rows_are_put_back_at_other_places():
+    recorder = _recorder()
+    _begin(recorder, [(10, 0), (10, 1)], [(0, 0), (0, 1)])
+    _put(recorder, [1, 2])
+    pages, offsets = torch.tensor([0, 0]), torch.tensor([0, 1])
+    saved = recorder.rows(PLACE, pages, offsets)
+    recorder.restore(PLACE, pages + 3, offsets + 2, saved)
+    assert _rows(recorder, [(3, 2), (3, 3)]) == _rows(recorder, [(0, 0), (0, 1)])
 
 
 def _put_slots(recorder: Recorder, tokens: list[int], slots: list[int]) -> None:
@@ -51,39 +83,44 @@ def _put_slots(recorder: Recorder, tokens: list[int], slots: list[int]) -> None:
     recorder.put_slots(*FC2, codes, codes + 100, slots=index, num_slots=2)
 
 
+def _slots_step() -> Recorder:
+    """Two real tokens and one of padding."""
+    recorder = _recorder([FC2])
+    _begin(recorder, [(11, 0), (10, 0)], [(1, 3), (0, 0)], padding=1)
+    return recorder
+
+
 def test_slots_that_come_expert_by_expert_lie_side_by_side():
-    recorder = _recorder([FC2])
-    recorder.begin_step(torch.tensor([11, 10, 10]), torch.tensor([0, 1, 0]))
-    _put_slots(recorder, [0, 2, 3], [1, 0, 0])  # token 3 is padding
+    recorder = _slots_step()
+    _put_slots(recorder, [0, 2], [1, 0])
     _put_slots(recorder, [], [])
-    _put_slots(recorder, [1, 2, 3], [0, 1, 1])
     _put_slots(recorder, [0, 1], [0, 1])
-    codes, scale_bytes = recorder.take([2, 1])[FC2]
-    assert codes.tolist() == [[20, 21], [10, 11], [0, 1]]
-    assert scale_bytes.tolist() == [[120, 121], [110, 111], [100, 101]]
+    _put_slots(recorder, [1, 2], [0, 1])
+    recorder.end_step()
+    codes, scale_bytes = _rows(recorder, [(0, 0), (1, 3)], FC2)
+    assert codes == [[10, 11], [0, 1]]
+    assert scale_bytes == [[110, 111], [100, 101]]
 
 
-@pytest.mark.parametrize(
-    ("slots", "message"),
-    [
-        ([], "site fc2 was quantised but not in every"),
-        ([1, 1], "site fc2 was quantised in a slot twice"),
-    ],
-)
-def test_a_slot_not_recorded_exactly_once_is_named(slots, message):
-    recorder = _recorder([FC2])
-    recorder.begin_step(torch.tensor([10, 11]), torch.tensor([0, 0]))
-    _put_slots(recorder, [0, 1], [0, 0])
-    _put_slots(recorder, [1, 2], [1, 0])
-    for slot in slots:
-        _put_slots(recorder, [0], [slot])
-    with pytest.raises(RuntimeError, match=f"layer 3, {message}.*, the first of sample a; the "):
-        recorder.take([1, 1])
+def test_a_slot_that_is_missing_is_noticed_at_the_end_of_the_step():
+    recorder = _slots_step()
+    _put_slots(recorder, [0, 1, 2], [0, 0, 0])
+    _put_slots(recorder, [0, 2], [1, 1])
+    with pytest.raises(RuntimeError, match=r"site fc2 was quantised for 5 of 6 slots.*sample b"):
+        recorder.end_step()
+
+
+def test_a_slot_quantised_twice_in_place_of_another_is_noticed_when_rows_are_read():
+    recorder = _slots_step()
+    _put_slots(recorder, [0, 1, 2], [0, 0, 0])
+    _put_slots(recorder, [0, 0, 2], [1, 1, 1])
+    recorder.end_step()
+    with pytest.raises(RuntimeError, match="site fc2: an expert slot was quantised twice"):
+        _rows(recorder, [(0, 0)], FC2)
 
 
 def test_other_slots_than_rows_are_refused():
-    recorder = _recorder([FC2])
-    recorder.begin_step(torch.tensor([10, 11]), torch.tensor([0, 0]))
+    recorder = _slots_step()
     codes, index = torch.zeros(1, 1, dtype=torch.uint8), torch.tensor([0, 1])
     with pytest.raises(RuntimeError, match=r"got 1 rows, but the routing record .* says 2"):
         recorder.put_slots(*FC2, codes, codes, slots=(index, index), num_slots=2)
@@ -91,45 +128,44 @@ def test_other_slots_than_rows_are_refused():
 
 def test_only_the_places_asked_for_are_kept():
     recorder = _recorder()
-    _step(recorder, [(10, 0)], places=[PLACE, (2, Site.FC1), (3, Site.K)])
-    assert list(recorder.take([1])) == [PLACE]
+    _begin(recorder, [(10, 0)], [(0, 0)])
+    _put(recorder, [1], (2, Site.FC1))
+    assert not recorder.keeps(2, Site.FC1)
+    with pytest.raises(KeyError):
+        _rows(recorder, [(0, 0)], (2, Site.FC1))
 
 
-@pytest.mark.parametrize(
-    ("rows", "message"),
-    [
-        ([(10, 0), (11, 0), (11, 2)], "sample b: position 1 .* 2 rows .* 3 positions"),
-        ([(10, 0), (11, 0), (11, 1)], "sample b: position 2 .* 2 rows .* 3 positions"),
-        ([(10, 0), (11, 0), (11, 1), (11, 1), (11, 2)], "sample b: position 1 .* 4 rows"),
-        ([(11, 0), (11, 1), (11, 2)], "sample a: position 0 .* 0 rows .* 1 positions"),
-        ([(10, 0), (10, 1), (11, 0), (11, 1), (11, 2)], "sample a: position 1 .* 2 rows"),
-    ],
-    ids=["gap", "cut", "twice", "absent", "surplus"],
-)
-def test_a_position_not_recorded_exactly_once_is_named(rows, message):
-    recorder = _recorder()
-    _step(recorder, rows)
-    with pytest.raises(RuntimeError, match=message):
-        recorder.take([1, 3])
+def test_keys_are_left_to_the_cache_but_must_be_quantised():
+    place = (3, Site.K)
+    recorder = _recorder([place])
+    _begin(recorder, [(10, 0)], [(0, 0)])
+    _put(recorder, [1], place)
+    recorder.end_step()
+    with pytest.raises(KeyError):
+        _rows(recorder, [(0, 0)], place)
+    _begin(recorder, [(10, 1)], [(0, 1)])
+    with pytest.raises(RuntimeError, match="layer 3, site k was not quantised"):
+        recorder.end_step()
 
 
 def test_a_step_that_bypassed_a_quantiser_is_named():
     recorder = _recorder()
-    _step(recorder, [(10, 0)])
-    _step(recorder, [(10, 1)], places=[])
+    _begin(recorder, [(10, 1)], [(0, 0)])
     with pytest.raises(RuntimeError, match=r"layer 3, site fc1 was not quantised.*sample a"):
-        recorder.take([2])
+        recorder.end_step()
 
 
 def test_quantising_a_place_twice_in_a_step_is_refused():
     recorder = _recorder()
+    _begin(recorder, [(10, 0)], [(0, 0)])
+    _put(recorder, [1])
     with pytest.raises(RuntimeError, match="layer 3, site fc1 was quantised twice"):
-        _step(recorder, [(10, 0)], places=[PLACE, PLACE])
+        _put(recorder, [1])
 
 
 def test_a_row_of_the_running_step_is_named():
     recorder = _recorder()
-    _step(recorder, [(10, 4), (11, 7)])
+    _begin(recorder, [(10, 4), (11, 7)], [(0, 0), (1, 0)])
     assert recorder.sample_of_row(1) == "sample b, position 7"
     recorder.stop()
     assert recorder.num_rows is None
@@ -137,9 +173,8 @@ def test_a_row_of_the_running_step_is_named():
 
 
 def test_without_keep_samples_are_known_but_no_rows_are_kept():
-    recorder = Recorder([PLACE])
-    recorder.start(["a"], 0, keep=False)
-    _step(recorder, [(0, 0)])
-    _step(recorder, [(0, 1)])
+    recorder = _recorder(keep=False)
+    _begin(recorder, [(10, 1)], [(0, 0)])
     assert recorder.sample_of_row(0) == "sample a, position 1"
+    recorder.end_step()  # nothing is missed
     assert recorder.seconds == 0.0

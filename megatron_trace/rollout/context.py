@@ -1,0 +1,340 @@
+"""The engine's requests and pages: records that follow the pages, and pages that outlive them.
+
+What a finished request computed is read from its pages before Megatron hands them on. What an
+evicted one computed is kept in host memory and put back, so that nothing is computed twice, with
+perhaps other codes; a sample that continues with another turn finds its pages in the same way.
+
+Legend: N rows of a step that belong to a request, R rows of a request, P pages of S tokens, L
+attention layers, G key/value heads, C stored values or bytes of a head.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core.inference.config import InferenceConfig, KVCacheManagementMode
+from megatron.core.inference.contexts.dynamic_context import DynamicInferenceContext
+from megatron.core.inference.inference_request import DynamicInferenceRequest
+from megatron.core.transformer import TransformerConfig
+
+from megatron_trace.hints import Site
+from megatron_trace.rollout.block_allocator import WrittenOnceAllocator
+from megatron_trace.rollout.recorder import Place
+from megatron_trace.rollout.sites import RolloutSites
+
+_SITES = (Site.K, Site.V)
+Records = dict[Place, tuple[torch.Tensor, torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class SavedRows:
+    """What a request has computed, in host memory.
+
+    Attributes:
+        num_rows: R, token positions that were forwarded.
+        records: By place: packed codes uint8 [R, bytes], scale bytes uint8 [R, blocks].
+        routing: int16 [R, MoE layers, top-k]; None if the model has no MoE layers.
+        cache: [2, L, R, G, C], keys and values as the cache stores them; None if the request is
+            not to be continued.
+        states: Convolution and recurrent states of the request's layers that have them; None if
+            there are none, or the request is not to be continued.
+    """
+
+    num_rows: int
+    records: Records
+    routing: np.ndarray | None
+    cache: torch.Tensor | None = None
+    states: tuple[torch.Tensor, torch.Tensor] | None = None
+
+
+class RolloutContext(DynamicInferenceContext):
+    """Megatron's context, whose requests leave their rows behind when they end.
+
+    Args:
+        model_config: Configuration of the engine's model.
+        inference_config: Configuration of Megatron's engine.
+        sites: Sites of the engine.
+        decoder_layers: Decoder layer of each attention layer, in order.
+
+    Attributes:
+        finished: By request that finished: what it computed.
+        continued: By request that waits for its pages: what they are to hold.
+        keeps_pages: Whether finished requests may be continued, so that their keys and values are
+            kept too.
+        counts: Since it was cleared: prefix_tokens (prompt tokens found in the cache),
+            restored_tokens (put back from host memory).
+    """
+
+    kv_block_allocator: WrittenOnceAllocator
+
+    def __init__(
+        self,
+        model_config: TransformerConfig,
+        inference_config: InferenceConfig,
+        *,
+        sites: RolloutSites,
+        decoder_layers: tuple[int, ...],
+    ) -> None:
+        if inference_config.kv_cache_management_mode != KVCacheManagementMode.PERSIST:
+            raise ValueError(
+                f"{type(self).__name__} supports kv_cache_management_mode=persist only; got "
+                f"{inference_config.kv_cache_management_mode}"
+            )
+        if inference_config.num_speculative_tokens:
+            raise ValueError(
+                f"{type(self).__name__} does not support speculative decoding, as neither records "
+                "nor states of Gated DeltaNet can go back over rejected tokens; got "
+                f"num_speculative_tokens={inference_config.num_speculative_tokens}"
+            )
+        self.model_config = model_config
+        self.sites = sites
+        self.decoder_layers = decoder_layers
+        self.finished: dict[int, SavedRows] = {}
+        self.continued: dict[int, SavedRows] = {}
+        self.keeps_pages = False
+        self.counts: Counter[str] = Counter()
+        self._evicts = False
+        super().__init__(model_config=model_config, inference_config=inference_config)
+
+    def initialize_all_tensors(self) -> None:
+        """Allocates the cache, once Megatron has counted its pages."""
+        # Megatron skips no prefill of a model that it takes for one with recurrent states.
+        self.is_hybrid_model = self.num_mamba_layers > 0
+        self.kv_block_allocator = WrittenOnceAllocator.in_place_of(self.kv_block_allocator)
+        self.sites.recorder.reserve(self.kv_block_allocator.total_count, self.block_size_tokens)
+        super().initialize_all_tensors()
+
+    def initialize_attention_state(self, **kwargs: Any) -> Any:
+        """Prepares a step and tells the recorder whose rows it computes.
+
+        Raises:
+            RuntimeError: A row would be written over another one, or leave a gap.
+        """
+        event = super().initialize_attention_state(**kwargs)
+        recorder = self.sites.recorder
+        if recorder.is_running:
+            rows = slice(0, self.active_token_count)
+            requests = self.token_to_request_idx[rows].long()
+            padded = slice(0, self.padded_active_token_count)
+            recorder.begin_step(
+                self.request_ids[requests],
+                self.token_to_pos_ids[rows],
+                self.gpu_view.token_to_block_idx[padded].long(),
+                self.gpu_view.token_to_local_position_within_kv_block[padded].long(),
+            )
+            wrong = self.kv_block_allocator.write(
+                self.token_to_block_idx[rows].numpy(),
+                self.token_to_local_position_within_kv_block[rows].numpy(),
+            )
+            if wrong is not None:
+                raise RuntimeError(
+                    f"{recorder.sample_of_row(wrong)} does not go to the first free place of its "
+                    "page of the cache; rows would be written twice or be missing"
+                )
+        return event
+
+    def add_request(
+        self, req: DynamicInferenceRequest, prefill_chunk_length: int | None = None
+    ) -> None:
+        """Adds a request or its next chunk; rows that it has computed already are put back."""
+        start = req.finished_chunk_token_count
+        length = prefill_chunk_length or req.remaining_prompt_length
+        num_skipped = self._compute_prefix_match(req, length)[4]
+        self.kv_block_allocator.registers = True
+        super().add_request(req, prefill_chunk_length)
+        index = int(self.total_request_count) - 1
+        saved = self.continued.get(req.request_id)
+        if saved is not None:
+            self.counts["restored_tokens"] += num_skipped
+            self._restore(saved, index, start, start + num_skipped)
+            if start + length >= saved.num_rows:
+                del self.continued[req.request_id]
+            return
+        self.counts["prefix_tokens"] += num_skipped
+        if not self.kv_block_allocator.registers:
+            # Its later pages must neither be found nor registered: they follow a page that is not.
+            req.precomputed_block_hashes = []
+
+    def update_requests(self, active_requests_mask: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Ends a step; saves the rows of the requests that finished in it.
+
+        Megatron 0.19.2 reads their routing after this call has given their pages to other
+        requests, and then finds none.
+        """
+        self.sites.recorder.end_step()
+        finished = (active_requests_mask == 0).nonzero()[:, 0] + self.paused_request_count
+        chunked = self.get_index_of_chunked_prefill_request(safe=True)
+        for index in finished.tolist():
+            # The token that is sampled amid a prompt may be an end token.
+            if index != chunked:
+                request_id = int(self.request_ids[index])
+                self.finished[request_id] = self._saved(index, to_continue=self.keeps_pages)
+        return super().update_requests(active_requests_mask, *args, **kwargs)
+
+    def evict_overflow_paused_requests(self, *args: Any, **kwargs: Any) -> Any:
+        """Takes pages from paused requests (Megatron's hook); their rows are saved."""
+        self._evicts = True
+        try:
+            return super().evict_overflow_paused_requests(*args, **kwargs)
+        finally:
+            self._evicts = False
+
+    def release_memory_blocks_from_request_indexes(self, request_indexes: torch.Tensor) -> None:
+        """Hands the pages of requests on."""
+        if self._evicts:
+            for index in request_indexes.tolist():
+                request_id = int(self.request_ids[index])
+                self.continued[request_id] = self._saved(index, to_continue=True)
+        super().release_memory_blocks_from_request_indexes(request_indexes)
+
+    def reset(self, *args: Any, **kwargs: Any) -> None:
+        """Drops all requests and what is kept of them."""
+        super().reset(*args, **kwargs)
+        self.finished.clear()
+        self.continued.clear()
+
+    def stored_rows(self, pages: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        """Gives keys and values of rows as they are stored, [2, L, R, G, C].
+
+        Args:
+            pages: int64 [R], pages of the cache.
+            offsets: int64 [R], tokens within them.
+        """
+        return self.memory_buffer[:, :, pages, offsets]
+
+    def put_stored_rows(
+        self, pages: torch.Tensor, offsets: torch.Tensor, rows: torch.Tensor
+    ) -> None:
+        """Puts keys and values that `stored_rows` gave at other pages and offsets."""
+        self.memory_buffer[:, :, pages, offsets] = rows
+
+    def cached_rows(
+        self, layer: int, site: Site, stored: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Gives packed codes and scale bytes, uint8 [R, bytes] each, of rows of the cache.
+
+        Args:
+            layer: Decoder layer.
+            site: k or v.
+            stored: [R, G, C], as the cache stores them.
+
+        Raises:
+            RuntimeError: The cache stores plain values.
+        """
+        raise RuntimeError(
+            f"layer {layer}, site {site}: the cache stores plain values, not codes to record"
+        )
+
+    def _compute_prefix_match(
+        self,
+        req: DynamicInferenceRequest,
+        prefill_chunk_length: int,
+        record_mamba_match: bool = False,
+    ) -> tuple[list[int], int, int, int, int, int]:
+        """Says which pages of a chunk are there already (Megatron's hook).
+
+        Megatron shares pages that it does not skip, and computes and writes their tokens again:
+        the last page of a prompt that is found whole, and pages after an unaligned chunk. Other
+        requests read them; here they get pages of their own.
+        """
+        matched, from_pool, allocated, required, skipped, computed = super()._compute_prefix_match(
+            req, prefill_chunk_length, record_mamba_match
+        )
+        start = req.finished_chunk_token_count
+        saved = self.continued.get(req.request_id)
+        if saved is not None and start < saved.num_rows:
+            skipped = min(saved.num_rows - start, prefill_chunk_length - 1)
+            computed = prefill_chunk_length - skipped
+            return [], required - allocated, allocated, required, skipped, computed
+        shared = skipped // self.block_size_tokens
+        from_pool += len(matched) - shared
+        return matched[:shared], from_pool, allocated, required, skipped, computed
+
+    # Megatron calls in inference mode, whose tensors could not be used in training.
+    @torch.inference_mode(False)
+    def _saved(self, index: int, *, to_continue: bool) -> SavedRows:
+        num_rows = int(self.request_kv_length_offsets[index] + self.request_query_lengths[index])
+        blocks, pages, offsets = self._places(index, 0, num_rows)
+        written = self.kv_block_allocator.num_written[blocks]
+        if (written[:-1] < self.block_size_tokens).any() or len(pages) > written.sum():
+            raise RuntimeError(
+                f"request {int(self.request_ids[index])} computed {num_rows} tokens, but its pages "
+                f"hold {written.sum()}"
+            )
+        recorder = self.sites.recorder
+        places = sorted(recorder.places) if recorder.is_recording else []
+        cache = None
+        if to_continue or any(site.is_cached for _, site in places):
+            cache = self.stored_rows(pages, offsets).cpu()
+        records: Records = {}
+        for layer, site in places:
+            if site.is_cached:
+                assert cache is not None, "just read"
+                stored = cache[_SITES.index(site), self.decoder_layers.index(layer)]
+                records[layer, site] = self.cached_rows(layer, site, stored)
+            else:
+                codes, scale_bytes = recorder.rows((layer, site), pages, offsets)
+                records[layer, site] = codes.cpu(), scale_bytes.cpu()
+        routing = None
+        if self.moe_enable_routing_replay:
+            routing = self.kv_block_allocator.reconstruct_routing_from_blocks(
+                blocks.tolist(), num_rows
+            )
+        if not to_continue:
+            return SavedRows(num_rows, records, routing)
+        return SavedRows(num_rows, records, routing, cache, self._saved_states(index))
+
+    def _saved_states(self, index: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        if not self.is_hybrid_model:
+            return None
+        slot = self._slot(index)
+        return self.mamba_conv_states[:, slot].cpu(), self.mamba_ssm_states[:, slot].cpu()
+
+    @torch.inference_mode()
+    def _restore(self, saved: SavedRows, index: int, start: int, stop: int) -> None:
+        if stop == start:
+            return
+        assert saved.cache is not None, "what is continued was saved with its pages"
+        blocks, pages, offsets = self._places(index, start, stop)
+        rows = slice(start, stop)
+        self.put_stored_rows(pages, offsets, saved.cache[:, :, rows].to(pages.device))
+        for place, (codes, scale_bytes) in saved.records.items():
+            if not place[1].is_cached:
+                part = codes[rows], scale_bytes[rows]
+                self.sites.recorder.restore(place, pages, offsets, part)
+        allocator = self.kv_block_allocator
+        positions = np.arange(start, stop)
+        for number, block in enumerate(blocks.tolist(), start // self.block_size_tokens):
+            here = positions[positions // self.block_size_tokens == number]
+            allocator.num_written[block] += len(here)
+            if saved.routing is not None:
+                allocator.store_block_routing(
+                    block, here % self.block_size_tokens, saved.routing[here]
+                )
+        if saved.states is not None and stop == saved.num_rows:
+            slot = self._slot(index)
+            if slot in self._pending_mamba_zeros:
+                self._pending_mamba_zeros.remove(slot)
+            conv, recurrent = (state.to(pages.device) for state in saved.states)
+            self.mamba_conv_states[:, slot], self.mamba_ssm_states[:, slot] = conv, recurrent
+
+    def _slot(self, index: int) -> int:
+        """Gives where the states of a request are."""
+        assert self.mamba_metadata is not None, "the model has layers with states"
+        return int(self.mamba_metadata.request_to_mamba_state_idx[index])
+
+    def _places(
+        self, index: int, start: int, stop: int
+    ) -> tuple[np.ndarray, torch.Tensor, torch.Tensor]:
+        """Gives the pages of some positions of a request, then page and offset of each."""
+        positions = torch.arange(start, stop)
+        size = self.block_size_tokens
+        table = self.request_to_kv_block_ids[index]
+        blocks = table[start // size : -(-stop // size)].numpy().copy()
+        device = torch.cuda.current_device()
+        pages, offsets = table[positions // size].long(), positions % size
+        return blocks, pages.to(device), offsets.to(device)
