@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 
 import pytest
 import torch
@@ -99,6 +100,52 @@ def test_logits_are_divided_by_the_rollouts_temperature(rolled, folder, micro_ba
     logits = torch.randn(shape, generator=torch.Generator().manual_seed(1))
     loss, *_ = training.loss(micro_batch, ADVANTAGES, logits)
     assert loss.item() == pytest.approx(reference(rolled, logits / 2)[0], rel=1e-5)
+
+
+def test_an_objective_over_sequences_divides_by_their_number(folder, micro_batch):
+    """Three of the four samples have a response; with old = theta each has gain A."""
+    config = LossConfig(objective="gspo", correction="none")
+    training = RecordedTraining(TraceConfig(), RecordedConfig(hint_dir=str(folder)), config)
+    logits = torch.randn(*micro_batch.targets.shape, VOCAB_SIZE)
+    loss, number, report = training.loss(micro_batch, ADVANTAGES, logits)
+    assert int(number) == 3
+    assert loss.item() == pytest.approx(-(0.5 - 1.0 + 0.25), abs=1e-5)
+    assert report["policy loss"].tolist() == pytest.approx([0.25, 3], abs=1e-5)
+    assert report["entropy"][1] == 13
+
+
+def test_score_centering_reads_the_samples_likely_tokens(rolled, folder):
+    """Of all tokens of the vocabulary, so that a constant advantage has no gradient on average."""
+    _, sites = tiny_trainer(settings=rolled.settings)
+    everything = torch.arange(VOCAB_SIZE, dtype=torch.int32)
+    samples = [
+        dataclasses.replace(
+            sample,
+            top_tokens=everything.expand(len(sample.response_tokens), -1),
+            top_logprobs=torch.full(
+                (len(sample.response_tokens), VOCAB_SIZE), -math.log(VOCAB_SIZE)
+            ),
+        )
+        for sample in rolled.samples
+    ]
+    config = LossConfig(objective="score_centering")
+    training = RecordedTraining(TraceConfig(), RecordedConfig(hint_dir=str(folder)), config)
+    micro_batch = make_micro_batch(samples, rolled.store, sites)
+    logits = torch.randn(*micro_batch.targets.shape, VOCAB_SIZE).requires_grad_()
+    training.loss(micro_batch, ADVANTAGES, logits)[0].backward()
+    assert logits.grad is not None
+    # d/dlogit_v: -A (w [v = y] - c_v + rest); c_v = min(p_v, 2 q_v) - p_v, as nothing is left over.
+    row, position = 0, LENGTHS[0][0] - 1
+    p, q = logits[row, position].softmax(-1).detach(), 1 / VOCAB_SIZE
+    token = samples[row].response_tokens[0]
+    rollout = float(samples[row].logprobs[0].exp())
+    score = -(p.clamp(max=2 * q) - p)
+    score[token] += min(float(p[token]) / rollout, 2.0)
+    expected = -ADVANTAGES[row] * (score - score.sum() * p)
+    torch.testing.assert_close(logits.grad[row, position], expected, atol=1e-5, rtol=1e-4)
+    without = make_micro_batch(rolled.samples, rolled.store, sites)
+    with pytest.raises(ValueError, match="has no top_tokens; roll out with"):
+        training.loss(without, ADVANTAGES, logits)
 
 
 def test_a_method_that_is_not_the_rollouts_is_refused(folder):

@@ -11,6 +11,8 @@ from megatron_trace.hints.files_writer import HintFilesWriter
 from megatron_trace.hints.settings_file import load_settings, save_settings, settings_record
 from megatron_trace.hints.types import QuantizerSettings, Site
 from megatron_trace.rl.rollout_folder import Reward, RolloutFolder, commit_rollouts
+from megatron_trace.rl.staleness import StaleSampleError
+from megatron_trace.rl_config import LossConfig
 from megatron_trace.testing.hint_samples import recorded_sample
 
 # A third has no short binary fraction.
@@ -64,6 +66,39 @@ def test_the_most_probable_tokens_of_a_sample_come_back(tmp_path):
     for name, values in top.items():
         assert torch.equal(getattr(folder[0].sample, name), values)
         assert getattr(folder[1].sample, name) is None
+
+
+def test_groups_without_spread_are_left_out_for_an_objective_that_drops_them(tmp_path):
+    commit(tmp_path, {"a": 1.0, "b": 0.5, "c": 0.0})
+    commit(tmp_path, {"d": 1.0, "e": 1.0}, group="h")
+    folder = RolloutFolder(tmp_path)
+    kept = folder.for_objective(LossConfig(), drop_without_spread=True)
+    # b has an advantage of 0, but its group has spread.
+    assert [kept[n].sample.sample_id for n in range(len(kept))] == ["a", "b", "c"]
+    assert kept.without_spread == ("d", "e")
+    assert len(folder.for_objective(LossConfig(), drop_without_spread=False)) == len(folder) == 5
+
+
+def test_samples_older_than_the_bound_before_the_latest_version_are_left_out(tmp_path):
+    old = [dataclasses.replace(of, policy_version=2) for of in samples("a", "b")]
+    new = [dataclasses.replace(of, policy_version=5) for of in samples("c", "d")]
+    with HintFilesWriter(tmp_path) as files:
+        for group, committed in (("g", old), ("h", new)):
+            values = {of.sample_id: float(n) for n, of in enumerate(committed)}
+            commit_rollouts(files, committed, rewards(values, group=group), SETTINGS)
+    folder = RolloutFolder(tmp_path)
+    kept = folder.for_objective(LossConfig(max_lag=2), drop_without_spread=False)
+    assert (len(kept), kept.stale) == (2, ("a", "b"))
+    assert len(folder.for_objective(LossConfig(max_lag=3), drop_without_spread=False)) == 4
+    refusing = LossConfig(max_lag=2, stale_samples="error")
+    with pytest.raises(StaleSampleError, match="2 of 4 samples are more than max_lag=2"):
+        folder.for_objective(refusing, drop_without_spread=False)
+
+
+def test_a_folder_of_groups_without_spread_is_refused_where_they_are_dropped(tmp_path):
+    commit(tmp_path, {"a": 1.0, "b": 1.0})
+    with pytest.raises(ValueError, match="2 are of groups with equal rewards"):
+        RolloutFolder(tmp_path).for_objective(LossConfig(), drop_without_spread=True)
 
 
 def test_groups_of_which_samples_are_missing_are_left_out_and_named(tmp_path):

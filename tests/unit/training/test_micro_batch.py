@@ -202,3 +202,34 @@ def test_hints_of_another_width_are_refused(build, sites):
 def test_hints_with_other_bits_than_configured_are_refused(sites):
     samples = _samples(sites)
     _refused(sites, samples, "bits per value 4, expected 1", _numbered_store(sites, samples, 4))
+
+
+def _with_top(samples, num_top):
+    return [
+        replace(
+            sample,
+            top_tokens=torch.arange(len(sample.response_tokens) * num_top, dtype=torch.int32).view(
+                -1, num_top
+            ),
+            top_logprobs=torch.full((len(sample.response_tokens), num_top), -0.5 - number),
+        )
+        for number, sample in enumerate(samples)
+    ]
+
+
+def test_most_likely_tokens_stand_where_the_sampled_ones_do(sites):
+    samples = _with_top(_samples(sites), 3)
+    micro_batch = make_micro_batch(samples, _numbered_store(sites, samples), sites)
+    for row, sample in enumerate(samples):
+        positions = micro_batch.loss_mask[row]
+        assert torch.equal(micro_batch.top_tokens[row, positions], sample.top_tokens.long())
+        assert torch.equal(micro_batch.top_logprobs[row, positions], sample.top_logprobs)
+        assert not micro_batch.top_tokens[row, ~positions].any()
+        assert torch.isneginf(micro_batch.top_logprobs[row, ~positions]).all()
+
+
+def test_samples_with_unequally_many_likely_tokens_are_refused(sites):
+    samples = _samples(sites)
+    mixed = [*_with_top(samples[:2], 3), *samples[2:]]
+    with pytest.raises(ValueError, match=r"equally many top_tokens at a position; got \[0, 3\]"):
+        make_micro_batch(mixed, _numbered_store(sites, samples), sites)
