@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from megatron.core.inference.config import InferenceConfig, PrefixCachingEvictionPolicy
+from megatron.core.inference.contexts.mamba_slot_allocator import (
+    MAX_INTERMEDIATE_OFFSETS_PER_REQUEST,
+)
 from megatron.core.inference.engines import DynamicInferenceEngine
 from megatron.core.inference.model_inference_wrappers.gpt.gpt_inference_wrapper import (
     GPTInferenceWrapper,
@@ -292,7 +295,23 @@ def inference_config(
         enable_chunked_prefill=is_chunked,
         # Without it Megatron's chunks do not skip tokens that are put back after an eviction.
         enable_prefix_caching=limits.prefix_caching or is_chunked,
+        prefix_caching_mamba_gb=_prefix_states_gb(model, limits),
         prefix_caching_eviction_policy=PrefixCachingEvictionPolicy.LRU,
         num_cuda_graphs=None,
         use_flashinfer_fused_rope=False,
     )
+
+
+def _prefix_states_gb(model: HybridModel, limits: EngineLimits) -> int | None:
+    """Gives the GiB of states that the prefix cache keeps; None if there are none."""
+    state_bytes = state_bytes_per_request(model)
+    if not (limits.prefix_caching and state_bytes):
+        return None
+    pages_per_step = math.ceil(limits.step_tokens / limits.block_size_tokens)
+    per_step = min(pages_per_step, MAX_INTERMEDIATE_OFFSETS_PER_REQUEST * limits.max_requests)
+    # Megatron fails where running requests hold all: a request keeps one at the end of its prompt,
+    # at those it was matched to, and at one of each chunk.
+    chunks = math.ceil(limits.max_sequence_length / limits.step_tokens)
+    per_request = MAX_INTERMEDIATE_OFFSETS_PER_REQUEST + chunks
+    kept = min(limits.num_pages, limits.max_requests * per_request)
+    return cast("int", (kept + per_step) * state_bytes / 1024**3)
