@@ -38,10 +38,11 @@ from typing import Any
 
 import torch
 
+from megatron_trace.study.cells import StudySettings
 from megatron_trace.study.controls import check_controls
 from megatron_trace.study.report import write_report
 from megatron_trace.study.results import load_study, save_study
-from megatron_trace.study.run import Study, StudySettings
+from megatron_trace.study.run import Study
 from megatron_trace.testing.single_process import single_process
 
 MODELS = ("tiny_moe", "moe_100m", "smollm2", "smollm2_moe")
@@ -165,7 +166,7 @@ def run_study(options: argparse.Namespace) -> int:
         trained.set()
         until = time.perf_counter() + options.max_seconds
         try:
-            study.run(options.only, max_seconds=options.max_seconds)
+            study.compute(options.only, max_seconds=options.max_seconds)
         except ExceptionGroup as errors:
             traceback.print_exception(errors)
             failed += 1
@@ -209,7 +210,7 @@ def _help(options: argparse.Namespace, number: int, trained: Event) -> None:
     logging.disable(logging.WARNING)
     trained.wait()
     with _study(options, number) as study:
-        study.run(options.only, max_seconds=options.max_seconds)
+        study.compute(options.only, max_seconds=options.max_seconds)
 
 
 if __name__ == "__main__":

@@ -58,6 +58,23 @@ ENGINES = {
 
 
 @dataclass(frozen=True)
+class StudySettings:
+    """Size of a study.
+
+    Attributes:
+        name: `cpu` or `h200`.
+        num_samples: Samples of every rollout set.
+        max_new_tokens: Longest response.
+        short: Whether only the questions of a slow model are asked.
+    """
+
+    name: str
+    num_samples: int
+    max_new_tokens: int
+    short: bool = False
+
+
+@dataclass(frozen=True)
 class Cell:
     """One trainer setting.
 

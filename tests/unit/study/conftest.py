@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from megatron_trace.study.cells import StudySettings
 from megatron_trace.study.model import StudyModel
-from megatron_trace.study.run import Study, StudySettings
+from megatron_trace.study.run import Study
 from megatron_trace.testing.single_process import single_process, tiny_moe_config
 from megatron_trace.testing.tiny_rollout import (
     EOD_TOKEN,

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 
 import pytest
 import torch
 
+from megatron_trace.study.cell_measurer import CellMeasurer
 from megatron_trace.study.cells import Cell
 from megatron_trace.study.controls import check_controls
 from megatron_trace.study.gradients import group_of
 from megatron_trace.study.locks import locked
 from megatron_trace.study.report import write_report
 from megatron_trace.study.results import StudyResult, save_study
-from megatron_trace.study.run import Study
 
 QUESTIONS = ("floor", "method", "control", "gradient")
 
@@ -35,13 +36,13 @@ def test_a_killed_study_goes_on_with_the_missing_cells(make_study, result, tmp_p
     with pytest.raises(KeyboardInterrupt):
         make_study(tmp_path, killed).run(QUESTIONS)
     measured = []
-    measure = Study.measure
+    measure = CellMeasurer.measure
 
     def noted(self, cell):
         measured.append(cell.name)
         return measure(self, cell)
 
-    monkeypatch.setattr(Study, "measure", noted)
+    monkeypatch.setattr(CellMeasurer, "measure", noted)
     resumed = make_study(tmp_path).run(QUESTIONS)
     assert "method/bf16/bf16" not in measured
     assert "method/qat/fp32" in measured
@@ -50,7 +51,7 @@ def test_a_killed_study_goes_on_with_the_missing_cells(make_study, result, tmp_p
 
 
 def test_a_start_for_some_cells_keeps_the_others_in_the_result(make_study, tmp_path, monkeypatch):
-    monkeypatch.setattr(Study, "measure", lambda self, cell: ([{"cell": cell.name}], {}))
+    monkeypatch.setattr(CellMeasurer, "measure", lambda self, cell: ([{"cell": cell.name}], {}))
     first = make_study(tmp_path).run(["method/qat", "floor"])
     second = make_study(tmp_path).run(["method/bf16"])
     new = set(second.cells) - set(first.cells)
@@ -81,7 +82,7 @@ def test_guidance_closes_the_gap_of_qat(result):
 
 
 def test_counts_cover_every_value_of_every_sample(result, make_study):
-    samples = {s.sample_id: s for s in make_study().rollouts("fp4").samples}
+    samples = {s.sample_id: s for s in make_study().measurer.rollouts("fp4").samples}
     for row in result.cells["method/trace-all-sites/bf16"].rows:
         num_rows = samples[row["sample"]].num_rows
         for site, width in (("fc1", 128), ("fc2", 4 * 64), ("k", 64), ("v", 64)):
@@ -147,7 +148,9 @@ def test_a_parameter_of_no_group_is_an_error():
 def test_a_cell_of_the_trainers_own_scales_reads_the_bits_only(make_study):
     study = make_study()
     rows = {
-        scales: study.measure(Cell("x", scales=scales, guard=False, codes="site", dtype="fp32"))[0]
+        scales: study.measurer.measure(
+            Cell("x", scales=scales, guard=False, codes="site", dtype="fp32")
+        )[0]
         for scales in ("rollout", "own", "nearest")
     }
     different = {
@@ -160,19 +163,19 @@ def test_a_cell_of_the_trainers_own_scales_reads_the_bits_only(make_study):
 
 def test_processes_take_what_no_other_has_begun(make_study, tmp_path, monkeypatch):
     """Another process holds the first cell for a while, and finishes it."""
-    monkeypatch.setattr(Study, "measure", lambda self, cell: ([{"cell": cell.name}], {}))
+    monkeypatch.setattr(CellMeasurer, "measure", lambda self, cell: ([{"cell": cell.name}], {}))
     study, other = make_study(tmp_path), make_study(tmp_path)
     for engine in ("fp4", "bf16"):
-        study.rollouts(engine)
+        study.measurer.rollouts(engine)
     lines = []
     study._say = lines.append
     first = Cell("floor/bf16", engine="bf16", method="bf16", dtype="bf16")
     with contextlib.ExitStack() as held:
-        assert held.enter_context(locked(study._folder / "locks" / "floor__bf16.lock"))
+        assert held.enter_context(locked(study._locks / "floor__bf16.lock"))
 
         def finish(seconds):
             assert len(lines) == 4, "everything but the cell that is held"
-            other._compute(first)
+            other._computed([first], math.inf)
             held.close()
 
         monkeypatch.setattr("time.sleep", finish)
@@ -184,15 +187,18 @@ def test_processes_take_what_no_other_has_begun(make_study, tmp_path, monkeypatc
 
 
 def test_a_cell_that_fails_does_not_lose_the_others(make_study, tmp_path, monkeypatch):
+    """Also of those that one process computes together, as gradients."""
+
     def measure(self, cell):
-        if cell.name == "floor/fp32":
+        if cell.name in ("floor/fp32", "gradient/bf16"):
             raise ArithmeticError("as it happens")
+        self.rollouts(cell.engine)
         return [{"cell": cell.name}], {}
 
-    monkeypatch.setattr(Study, "measure", measure)
-    with pytest.raises(ExceptionGroup, match="1 of the study's cells failed") as raised:
-        make_study(tmp_path).run(["floor", "method/bf16"])
+    monkeypatch.setattr(CellMeasurer, "measure", measure)
+    with pytest.raises(ExceptionGroup, match="2 of the study's cells failed") as raised:
+        make_study(tmp_path).run(["floor", "gradient/bf16", "gradient/qat"])
     assert raised.group_contains(ArithmeticError, match="as it happens")
     assert set(make_study(tmp_path).result().cells) == {
-        "floor/bf16", "method/bf16/bf16", "method/bf16/fp32",
+        "floor/bf16", "gradient/bf16/fp32", "gradient/qat", "gradient/qat/fp32",
     }  # fmt: skip
