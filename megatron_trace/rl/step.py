@@ -259,7 +259,7 @@ def train(run: RlRun, samples: Sequence[RolloutSample], advantages: torch.Tensor
 
 def _num_units(run: RlRun, samples: Sequence[RolloutSample]) -> int:
     """Gives what the loss of an optimizer step is a mean over: tokens, or sequences."""
-    lengths = [len(sample.response_tokens) for sample in samples]
+    lengths = [sample.num_sampled for sample in samples]
     if run.settings.objective.unit == "sequences":
         return sum(length > 0 for length in lengths)
     return sum(lengths)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch.nn.functional as F
 
 from megatron_trace.testing.single_process import single_process
 from megatron_trace.testing.tiny_rollout import tiny_engine, tiny_weights
@@ -33,3 +34,17 @@ def trace_engine(weights):
 @pytest.fixture(scope="module")
 def bf16_engine(weights):
     return tiny_engine(weights, "bf16")
+
+
+@pytest.fixture(scope="module")
+def attention_in_fp64(_one_rank):
+    """Makes a row's attention that of the row alone: else its last bit depends on the batch."""
+    attention = F.scaled_dot_product_attention
+
+    def in_fp64(query, key, value, **kwargs):
+        output = attention(query.double(), key.double(), value.double(), **kwargs)
+        return output.to(query.dtype)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(F, "scaled_dot_product_attention", in_fp64)
+        yield

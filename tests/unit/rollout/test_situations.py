@@ -10,11 +10,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch.nn.functional as F
 
 from megatron_trace.rollout import SamplingSettings
 from megatron_trace.testing.rollouts import assert_same_rollout, records_of
 from megatron_trace.testing.tiny_rollout import random_prompts, roll_out, tiny_engine
+
+pytestmark = pytest.mark.usefixtures("attention_in_fp64")
 
 RECORDED = {"hint_layers": "all", "hint_sites": ("fc1", "fc2", "k", "v"), "diagnostic_share": 0.5}
 # Two whole pages and a part, whole pages alone, less than a page.
@@ -30,21 +31,8 @@ def _engine(weights, *, max_requests: int = 64, **limits: Any):
     return tiny_engine(weights, limits=limits, max_requests=max_requests, **RECORDED)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _attention_in_fp64(_one_rank):
-    attention = F.scaled_dot_product_attention
-
-    def in_fp64(query, key, value, **kwargs):
-        output = attention(query.double(), key.double(), value.double(), **kwargs)
-        return output.to(query.dtype)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(F, "scaled_dot_product_attention", in_fp64)
-        yield
-
-
 @pytest.fixture(scope="module")
-def expected(weights):
+def expected(weights, attention_in_fp64):
     """Three samples of each prompt, without anything that this module is about."""
     prompts = [prompt for prompt in SHARED for _ in range(3)]
     return roll_out(_engine(weights), prompts, max_new_tokens=14)
