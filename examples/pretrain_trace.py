@@ -56,7 +56,10 @@ def main() -> None:
     )
     trace, recorded = trace_config_from_args(args), recorded_config_from_args(args)
     require_agreement(args, trace, recorded)
-    pipelined = args.pipeline_model_parallel_size > 1
+    # Stages, and the all-gather dispatcher, must know how long the micro-batches of others are.
+    fixed_length = args.pipeline_model_parallel_size > 1 or (
+        args.moe_token_dispatcher_type == "allgather" and args.expert_model_parallel_size > 1
+    )
 
     def num_micro_batches(trains: bool) -> int:
         if trains:
@@ -69,7 +72,7 @@ def main() -> None:
         trace,
         recorded,
         loss_config_from_args(args),
-        num_positions=args.seq_length if pipelined else None,
+        num_positions=args.seq_length if fixed_length else None,
         num_micro_batches=num_micro_batches,
     )
     model_config = trace_model_config_from_args(args, trace, recorded.attention, training.settings)

@@ -142,6 +142,16 @@ def require_agreement(args: Namespace, trace: TraceConfig, recorded: RecordedCon
             and recorded.replay_routing
             and not args.moe_enable_routing_replay
         ),
+        "--pipeline-model-parallel-size with --trace-pack-samples: packs have their own lengths, "
+        "which the stages would have to know beforehand": (
+            recorded.pack_samples and args.pipeline_model_parallel_size > 1
+        ),
+        "--moe-token-dispatcher-type allgather over ranks with --trace-pack-samples: it wants as "
+        "many tokens on every rank": (
+            recorded.pack_samples
+            and args.moe_token_dispatcher_type == "allgather"
+            and args.expert_model_parallel_size > 1
+        ),
         "--perform-rl-step: it is Megatron's own RL loop": args.perform_rl_step,
     }
     for name, present in contradictions.items():

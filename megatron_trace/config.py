@@ -320,6 +320,8 @@ class RecordedConfig:
         attention: Core attention: `megatron` is Megatron's own, `sdpa` torch's, the engine's.
         replay_routing: Whether tokens go to the rollout's experts. If not, rows of fc2 whose expert
             the rollout did not take are rounded to nearest and counted.
+        pack_samples: Whether the samples of a micro-batch stand one after another in one sequence,
+            instead of side by side padded to the longest; needs `attention=sdpa`.
         temperature: Temperature of the rollout's sampling.
         prefetch: Whether a thread reads the hints of a step's next micro-batches meanwhile.
         hint_memory_mb: Most MiB of host memory for the hints of micro-batches that were read and
@@ -332,6 +334,7 @@ class RecordedConfig:
     valid_hint_dir: str = ""
     attention: Literal["megatron", "sdpa"] = "megatron"
     replay_routing: bool = True
+    pack_samples: bool = False
     temperature: float = 1.0
     prefetch: bool = False
     hint_memory_mb: int | None = None
@@ -341,6 +344,11 @@ class RecordedConfig:
         _require(
             self.attention in ("megatron", "sdpa"), "attention", "megatron or sdpa", self.attention
         )
+        if self.pack_samples and self.attention == "megatron":
+            raise ValueError(
+                "pack_samples contradicts attention=megatron: Megatron's DotProductAttention "
+                "refuses packed sequences; choose attention=sdpa"
+            )
         _require(self.temperature > 0, "temperature", "> 0", self.temperature)
         bound = self.hint_memory_mb
         _require(bound is None or bound > 0, "hint_memory_mb", "> 0", bound)

@@ -178,6 +178,39 @@ def stack_rows(
         ValueError: All hints are None, so that K is unknown; the hints differ in place, format,
             width, bits, form of the block scales or global scale; or one has more than S rows.
     """
+    num_samples = len(hints)
+    places = [range(b, num_positions * num_samples, num_samples) for b in range(num_samples)]
+    payload, scale_bytes, valid = placed_rows(
+        hints, places, num_positions * num_samples, pin_memory=pin_memory
+    )
+    shape = (num_positions, num_samples)
+    return payload.unflatten(0, shape), scale_bytes.unflatten(0, shape), valid.unflatten(0, shape)
+
+
+def placed_rows(
+    hints: Sequence[SiteHint | None],
+    places: Sequence[range],
+    num_rows: int,
+    *,
+    pin_memory: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gives the hints of samples at one place, each sample's rows where they are to stand.
+
+    Args:
+        hints: One hint per sample, None where the sample has none.
+        places: For each sample the rows of the result that it may take; its own are the first.
+        num_rows: Rows of the result.
+        pin_memory: Whether the result is in page-locked memory; of hints on the host only.
+
+    Returns:
+        payload: uint8 [num_rows, K * num_bits / 8]; 0 where not valid.
+        scale_bytes: uint8 [num_rows, B], or packed residues; 0 where not valid.
+        valid: bool [num_rows]; whether the row holds what the rollout recorded.
+
+    Raises:
+        ValueError: All hints are None, so that K is unknown; the hints differ in place, format,
+            width, bits, form of the block scales or global scale; or one has too many rows.
+    """
     present = [hint for hint in hints if hint is not None]
     if not present:
         raise ValueError(f"none of {len(hints)} samples has a hint: there are no rows to stack")
@@ -189,22 +222,23 @@ def stack_rows(
                 f"of the block scales and global scale; got {_layout(first)} ({first.key}) and "
                 f"{_layout(hint)} ({hint.key})"
             )
-    shape = (num_positions, len(hints))
     payload, scale_bytes = (
-        source.new_zeros((*shape, source.shape[1]), pin_memory=pin_memory)
+        source.new_zeros((num_rows, source.shape[1]), pin_memory=pin_memory)
         for source in (first.payload, first.scale_bytes)
     )
-    valid = torch.zeros(shape, dtype=torch.bool, device=payload.device, pin_memory=pin_memory)
-    for column, hint in enumerate(hints):
-        if hint is None:
+    valid = torch.zeros(num_rows, dtype=torch.bool, device=payload.device, pin_memory=pin_memory)
+    for hint, place in zip(hints, places, strict=True):
+        if hint is None or not hint.num_rows:
             continue
-        if hint.num_rows > num_positions:
+        if hint.num_rows > len(place):
             raise ValueError(
-                f"{hint.num_rows} rows do not fit into {num_positions} positions ({hint.key})"
+                f"{hint.num_rows} rows do not fit into {len(place)} positions ({hint.key})"
             )
-        payload[: hint.num_rows, column] = hint.payload
-        scale_bytes[: hint.num_rows, column] = hint.scale_bytes
-        valid[: hint.num_rows, column] = True
+        own = place[: hint.num_rows]
+        rows = slice(own.start, own.stop, own.step)
+        payload[rows] = hint.payload
+        scale_bytes[rows] = hint.scale_bytes
+        valid[rows] = True
     return payload, scale_bytes, valid
 
 

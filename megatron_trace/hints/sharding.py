@@ -114,6 +114,68 @@ def recorded_rows(
     return tuple(part for part in rows if part)
 
 
+def packed_length(lengths: Sequence[int], *, tp_size: int, cp_size: int) -> int:
+    """Gives the smallest T that holds packed sequences and that ranks can split.
+
+    Each sequence is padded by itself, as context parallelism splits it by itself.
+
+    Args:
+        lengths: Positions of each sequence.
+        tp_size: Ranks that split the rows of a context-parallel rank (sequence parallelism).
+        cp_size: Ranks that split each sequence, each with two chunks.
+    """
+    total = sum(padded_length(length, tp_size=1, cp_size=cp_size) for length in lengths)
+    return padded_length(total, tp_size=tp_size, cp_size=cp_size)
+
+
+def packed_parts(
+    lengths: Sequence[int],
+    num_positions: int | None = None,
+    *,
+    tp_size: int = 1,
+    tp_rank: int = 0,
+    cp_size: int = 1,
+    cp_rank: int = 0,
+) -> list[tuple[range, ...]]:
+    """Gives the positions of each packed sequence on a rank, and last those of padding after all.
+
+    Each sequence is padded by itself to a multiple of 2 cp, and split in zig-zag; the rank's parts
+    stand one after another. What is left of T is a sequence of padding. Sequence parallelism takes
+    a contiguous part of a context-parallel rank's rows.
+
+    Args:
+        lengths: Positions of each sequence.
+        num_positions: T; None takes the least.
+        tp_size: Tensor-parallel ranks that split the rows.
+        tp_rank: This one.
+        cp_size: Context-parallel ranks.
+        cp_rank: This one.
+
+    Returns:
+        Of each sequence ascending ranges of its padded positions, in the order of the rank's rows;
+        one entry more than sequences.
+
+    Raises:
+        ValueError: T is too small, or cannot be split.
+    """
+    _require_rank("tensor-parallel", tp_size, tp_rank)
+    padded = [padded_length(length, tp_size=1, cp_size=cp_size) for length in lengths]
+    least = packed_length(lengths, tp_size=tp_size, cp_size=cp_size)
+    total = least if num_positions is None else num_positions
+    if total < least or total != padded_length(total, tp_size=tp_size, cp_size=cp_size):
+        raise ValueError(
+            f"{total} positions do not hold packed sequences of {list(lengths)}, or cannot be "
+            f"split over tp={tp_size}, cp={cp_size}; {least} is the least that can"
+        )
+    size = total // cp_size // tp_size
+    start, parts = tp_rank * size, []
+    for length in (*padded, total - sum(padded)):
+        chunks = cp_positions(length, cp_size, cp_rank)
+        parts.append(_cut(chunks, max(start, 0), max(start + size, 0)))
+        start -= length // cp_size
+    return parts
+
+
 def packed_positions(
     lengths: Sequence[int],
     *,
@@ -123,10 +185,6 @@ def packed_positions(
     cp_rank: int = 0,
 ) -> list[tuple[int, int] | None]:
     """Gives the (sequence, position) of each row of a rank when sequences are packed.
-
-    Each sequence is padded by itself to a multiple of 2 cp, and split in zig-zag; the rank's parts
-    stand one after another, padded at the end to a multiple of tp, of which sequence parallelism
-    takes a contiguous part.
 
     Args:
         lengths: Positions of each sequence.
@@ -138,15 +196,15 @@ def packed_positions(
     Returns:
         One entry a row; None for padding.
     """
-    _require_rank("tensor-parallel", tp_size, tp_rank)
-    rows: list[tuple[int, int] | None] = []
-    for sequence, length in enumerate(lengths):
-        padded = padded_length(length, tp_size=1, cp_size=cp_size)
-        for part in cp_positions(padded, cp_size, cp_rank):
-            rows += [(sequence, p) if p < length else None for p in part]
-    rows += [None] * (-len(rows) % tp_size)
-    size = len(rows) // tp_size
-    return rows[tp_rank * size : (tp_rank + 1) * size]
+    parts = packed_parts(
+        lengths, tp_size=tp_size, tp_rank=tp_rank, cp_size=cp_size, cp_rank=cp_rank
+    )
+    return [
+        (sequence, position) if position < length else None
+        for sequence, (length, chunks) in enumerate(zip((*lengths, 0), parts, strict=True))
+        for chunk in chunks
+        for position in chunk
+    ]
 
 
 def kv_heads(num_heads: int, tp_size: int, tp_rank: int) -> range:

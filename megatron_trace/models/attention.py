@@ -6,6 +6,7 @@ Legend: S positions, B sequences, N query heads, G key/value heads, D head dim, 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -26,8 +27,9 @@ class SDPACoreAttention(MegatronModule):
     Megatron's own `DotProductAttention` (0.19.2) refuses packed sequences and context parallelism.
     Sequences must be right-padded: a causal mask then keeps padding out of every real position.
 
-    Under context parallelism a rank has two chunks of every sequence (`hints.sharding`), and
-    gathers the keys and values of all: as the caller gives them, so quantised if it quantised them.
+    Under context parallelism a rank has two chunks of every sequence (`hints.sharding`), also of
+    packed ones, and gathers the keys and values of all: as the caller gives them, so quantised if
+    it quantised them.
 
     Raises:
         ValueError: Dropout or a mask other than causal is asked for.
@@ -72,27 +74,21 @@ class SDPACoreAttention(MegatronModule):
         packed_seq_params: PackedSeqParams | None = None,
         **_: Any,
     ) -> torch.Tensor:
-        """Gives the attention output, [S, B, N * D] or packed [T, 1, N * D].
-
-        Raises:
-            ValueError: Packed sequences are given under context parallelism.
-        """
+        """Gives the attention output, [S, B, N * D] or packed [T, 1, N * D]."""
+        if packed_seq_params is not None:
+            bounds = packed_seq_params.cu_seqlens_q.tolist()
+            # As one sample of T positions, whose sequences attend to themselves only.
+            query, key, value = (x.unsqueeze(1) for x in (query, key, value))
+        else:
+            bounds = [0, query.shape[0] * (1 if self.cp_group is None else self.cp_group.size())]
+        sequences = [part for part in itertools.pairwise(bounds) if part[1] > part[0]]
         if self.cp_group is not None:
-            if packed_seq_params is not None:
-                raise ValueError(
-                    "SDPACoreAttention supports packed sequences without context parallelism only"
-                )
-            return self._attend_to_all_ranks(query, key, value, self.cp_group)
-        if packed_seq_params is None:
-            output = self._attend(*(x.permute(1, 2, 0, 3) for x in (query, key, value)))
-            return output.permute(2, 0, 1, 3).flatten(-2)
-        ends = packed_seq_params.cu_seqlens_q.tolist()
-        segments = [
-            self._attend(*(x[start:end].transpose(0, 1)[None] for x in (query, key, value)))
-            for start, end in itertools.pairwise(ends)
-            if end > start
+            return self._attend_to_all_ranks(query, key, value, sequences, self.cp_group)
+        outputs = [
+            self._attend(*(x[start:end].permute(1, 2, 0, 3) for x in (query, key, value)))
+            for start, end in sequences
         ]
-        return torch.cat(segments, dim=2)[0].transpose(0, 1).flatten(-2).unsqueeze(1)
+        return torch.cat(outputs, dim=2).permute(2, 0, 1, 3).flatten(-2)
 
     def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         return F.scaled_dot_product_attention(
@@ -104,26 +100,53 @@ class SDPACoreAttention(MegatronModule):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
+        sequences: Sequence[tuple[int, int]],
         group: torch.distributed.ProcessGroup,
     ) -> torch.Tensor:
         """Gives the output of this rank's positions; backward adds up the ranks' gradients."""
         size = group.size()
-        num_positions = query.shape[0] * size
-        chunks = [cp_positions(num_positions, size, rank) for rank in range(size)]
+        arrived = [
+            start + position
+            for rank in range(size)
+            for start, end in sequences
+            for part in cp_positions(end - start, size, rank)
+            for position in part
+        ]
         gathered = gather_from_sequence_parallel_region(torch.cat((key, value), -1), group=group)
-        arrived = [p for parts in chunks for part in parts for p in part]
         order = torch.tensor(arrived, device=query.device).argsort()
         keys, values = gathered[order].permute(1, 2, 0, 3).chunk(2, dim=-1)
-        queries = query.permute(1, 2, 0, 3).chunk(2, dim=2)
-        outputs = [
-            F.scaled_dot_product_attention(
-                part_query,
-                keys[:, :, : part.stop],
-                values[:, :, : part.stop],
-                attn_mask=causal_lower_right(len(part), part.stop),
-                scale=self.scale,
-                enable_gqa=True,
-            )
-            for part_query, part in zip(queries, chunks[group.rank()], strict=True)
-        ]
+        queries = query.permute(1, 2, 0, 3)
+        outputs, first = [], 0
+        for start, end in sequences:
+            for part in cp_positions(end - start, size, group.rank()):
+                seen = slice(start, start + part.stop)
+                outputs.append(
+                    F.scaled_dot_product_attention(
+                        queries[:, :, first : first + len(part)],
+                        keys[:, :, seen],
+                        values[:, :, seen],
+                        attn_mask=causal_lower_right(len(part), part.stop),
+                        scale=self.scale,
+                        enable_gqa=True,
+                    )
+                )
+                first += len(part)
         return torch.cat(outputs, dim=2).permute(2, 0, 1, 3).flatten(-2)
+
+
+def packed_seq_params(bounds: Sequence[int], device: torch.device) -> PackedSeqParams:
+    """Gives Megatron's description of packed sequences.
+
+    Args:
+        bounds: Where each sequence begins, and the end of the last one, over all ranks.
+        device: Where the model is.
+    """
+    cu_seqlens = torch.tensor(bounds, dtype=torch.int32, device=device)
+    longest = max(end - start for start, end in itertools.pairwise(bounds))
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_kv=cu_seqlens,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+    )

@@ -235,8 +235,7 @@ class RecordedTraining:
         """
         temperature = self.recorded.temperature
         logprobs = logprobs_of_logits(logits, micro_batch, temperature=temperature)
-        own = torch.zeros_like(micro_batch.loss_mask)
-        own[:, micro_batch.attention_rows.positions] = True
+        own = micro_batch.own_positions
         batch = PolicyBatch(
             theta=logprobs,
             old=logprobs.detach(),
@@ -323,6 +322,7 @@ class RecordedTraining:
             sites,
             max_host_bytes=self._max_host_bytes,
             num_positions=self.num_positions,
+            packed=self.recorded.pack_samples,
         )
 
     def _current_pass(
@@ -341,6 +341,7 @@ class RecordedTraining:
             sites,
             max_host_bytes=self._max_host_bytes,
             num_positions=self.num_positions,
+            packed=self.recorded.pack_samples,
         )
         return self._passes[id(sites)]
 

@@ -36,6 +36,7 @@ class RecordedPass:
         sites: `TraceSites` of the stage.
         max_host_bytes: As of `MicroBatchPrefetcher`.
         num_positions: As of `MicroBatchPrefetcher`.
+        packed: As of `MicroBatchPrefetcher`.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class RecordedPass:
         *,
         max_host_bytes: int | None,
         num_positions: int | None,
+        packed: bool,
     ) -> None:
         batches = [next(data_iterator) for _ in range(num_micro_batches)]
         reader = readers[part_of(batches[0])]
@@ -58,6 +60,7 @@ class RecordedPass:
             sites,
             max_host_bytes=max_host_bytes,
             num_positions=num_positions,
+            packed=packed,
         )
 
     @property

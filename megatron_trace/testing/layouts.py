@@ -56,12 +56,13 @@ class Task:
         settings: Quantiser settings of the rollout.
         hint_folder: Folder of `HintFiles`.
         replicas: Samples of each data-parallel replica.
-        num_positions: S of every micro-batch.
+        num_positions: S of every micro-batch, or T of a pack.
         trace: Fields of `TraceConfig`.
         config: Fields of `TransformerConfig`, beside the sizes of the layout.
         distributed_optimizer: Whether optimizer states are split over data-parallel ranks.
         parallel: Sizes of the layout, as Megatron's `initialize_model_parallel` takes them.
         dtype: dtype of the trainer.
+        packed: Whether samples stand one after another.
     """
 
     weights: Mapping[str, torch.Tensor]
@@ -75,6 +76,7 @@ class Task:
     parallel: Mapping[str, int] = field(default_factory=dict)
     pattern: str = "*E*E"
     dtype: torch.dtype = torch.float32
+    packed: bool = False
 
 
 @dataclass(frozen=True)
@@ -227,7 +229,12 @@ def train_step(task: Task, *, alone: bool = False) -> Outcome:
     with seen_values(sites) as seen:
         for samples in parts:
             make = partial(
-                make_micro_batch, samples, hints, sites, num_positions=task.num_positions
+                make_micro_batch,
+                samples,
+                hints,
+                sites,
+                num_positions=task.num_positions,
+                packed=task.packed,
             )
             micro_batch = agreed(make, _world())
             if parallel.get("pipeline_model_parallel_size", 1) > 1:
@@ -267,6 +274,7 @@ def _pipelined(
     ddp: DistributedDataParallel, micro_batch: MicroBatch, loss_scale: float
 ) -> list[float]:
     """Trains on a micro-batch by Megatron's schedule; gives the loss on the last stage only."""
+    seq_length, micro_batch_size = micro_batch.forward_shape
     # The schedule multiplies by the context-parallel ranks.
     loss_scale *= parallel_state.get_data_parallel_world_size()
 
@@ -279,8 +287,8 @@ def _pipelined(
         data_iterator=iter([micro_batch]),
         model=[ddp],
         num_microbatches=1,
-        seq_length=micro_batch.num_positions,
-        micro_batch_size=len(micro_batch.sample_ids),
+        seq_length=seq_length,
+        micro_batch_size=micro_batch_size,
         forward_only=False,
     )
 

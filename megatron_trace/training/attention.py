@@ -40,12 +40,19 @@ class _QuantisedKeysAndValues:
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
-        """Gives attention [S, B, heads * D] over quantised key and value [S, B, G, D]."""
+        """Gives attention [S, B, heads * D] over quantised key and value [S, B, G, D].
+
+        Packed ones are [T, G, D], and give [T, 1, heads * D].
+        """
         if self.place is not None:
-            sites, layer = self.place.sites, self.place.layer
-            key = sites.quantise_rows(key, (layer, Site.K))
-            value = sites.quantise_rows(value, (layer, Site.V))
+            key = self._quantised(key, Site.K, self.place)
+            value = self._quantised(value, Site.V, self.place)
         return super().forward(query, key, value, *args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def _quantised(self, x: torch.Tensor, site: Site, place: AttentionPlace) -> torch.Tensor:
+        if x.dim() == 4:
+            return place.sites.quantise_rows(x, (place.layer, site))
+        return place.sites.quantise_rows(x.unsqueeze(1), (place.layer, site)).squeeze(1)
 
 
 class GuidedCoreAttention(_QuantisedKeysAndValues, SDPACoreAttention):

@@ -82,7 +82,11 @@ def chosen_logprobs(
     return chosen - total.log().unsqueeze(-1)
 
 
-def whole_samples(values: torch.Tensor, groups: ProcessGroupCollection) -> torch.Tensor:
+def whole_samples(
+    values: torch.Tensor,
+    groups: ProcessGroupCollection,
+    rows_of_samples: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Gives what all context-parallel ranks have of some samples, in the order of positions.
 
     Every rank gets the same, and may compute the same loss from it, also one that needs whole
@@ -91,23 +95,29 @@ def whole_samples(values: torch.Tensor, groups: ProcessGroupCollection) -> torch
     their number (Megatron's schedules do it for the context-parallel ones).
 
     Args:
-        values: [B, P] of this rank.
+        values: [B, P, ...] of this rank, or of packed samples [1, T, ...].
         groups: The model's; `cp` splits the positions.
+        rows_of_samples: Of packed samples, `MicroBatch.token_rows_of_samples`, int64 [B, S].
 
     Returns:
-        [B, S].
+        [B, S, ...]; 0 where a packed sample has no token.
     """
     size = groups.cp.size()
-    if size == 1:
+    if size == 1 and rows_of_samples is None:
         return values
-    gathered = gather_from_sequence_parallel_region(
-        values.t().contiguous(), tensor_parallel_output_grad=False, group=groups.cp
-    )
-    num_positions = gathered.shape[0]
+    rows = values.transpose(0, 1)
+    if size > 1:
+        rows = gather_from_sequence_parallel_region(
+            rows.contiguous(), tensor_parallel_output_grad=False, group=groups.cp
+        )
+    if rows_of_samples is not None:
+        rows = rows.squeeze(1)
+        return torch.cat([rows, torch.zeros_like(rows[:1])])[rows_of_samples]
+    num_positions = rows.shape[0]
     arrived = [
         position
         for rank in range(size)
         for part in cp_positions(num_positions, size, rank)
         for position in part
     ]
-    return gathered[torch.tensor(arrived, device=values.device).argsort()].t()
+    return rows[torch.tensor(arrived, device=values.device).argsort()].transpose(0, 1)

@@ -1,22 +1,23 @@
 """MicroBatch: rollout samples in the row order of the trainer model, with hints and routing.
 
-Under tensor, sequence and context parallelism every rank of a data-parallel replica makes the
-micro-batch of the same samples, and takes its own rows and columns of their hints and routing.
+Samples stand side by side, padded on the right, or packed one after another (`row_order`). Under
+tensor, sequence and context parallelism every rank of a data-parallel replica makes the micro-batch
+of the same samples, and takes its own rows and columns of their hints and routing.
 
 Legend: B samples, S positions (longest sample's tokens - 1, padded), P of them on this rank where a
-site sees them, N = P * B rows in [P, B] order, L MoE layers, E experts, k top-k, K values of a row.
+site sees them, N rows of a site on this rank (P * B in [P, B] order, or those of a pack), T tokens
+of a pack on this context-parallel rank, L MoE layers, E experts, k top-k, K values of a row.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 
 from megatron_trace.formats import residue_bytes
-from megatron_trace.hints.codec import stack_rows
+from megatron_trace.hints.codec import placed_rows
 from megatron_trace.hints.files import HintSource
 from megatron_trace.hints.part import HintPart
 from megatron_trace.hints.sharding import recorded_rows
@@ -32,6 +33,7 @@ from megatron_trace.hints.types import (
 from megatron_trace.training.layout import TOKEN_SITES
 from megatron_trace.training.rounding import HintRows
 from megatron_trace.training.routing import even_experts
+from megatron_trace.training.row_order import RowOrder, row_order
 from megatron_trace.training.shape import Place
 from megatron_trace.training.sites import TraceSites
 
@@ -41,20 +43,29 @@ class RankRows:
     """The rows of a micro-batch that a site of this rank sees.
 
     Attributes:
-        positions: int64 [P], ascending; positions of the padded samples.
+        positions: int64 [P], ascending, which all samples have in common; of a pack [N].
         real: bool [N]; rows of tokens, not of padding.
+        samples: int64 [N]; of a pack, the sample at each row; None if they stand side by side.
     """
 
     positions: torch.Tensor
     real: torch.Tensor
+    samples: torch.Tensor | None = None
+
+    def take(self, values: torch.Tensor) -> torch.Tensor:
+        """Gives what values [B, S, ...] have at the rows: [B, P, ...], of a pack [1, N, ...]."""
+        if self.samples is None:
+            return values[:, self.positions]
+        return values[self.samples, self.positions].unsqueeze(0)
 
 
 @dataclass(frozen=True, eq=False)
 class MicroBatch:
-    """Samples that are forwarded together, on the model's device; right padding.
+    """Samples that are forwarded together, on the model's device.
 
     Attributes:
         made_for: `TraceSites` of the model that forwards it.
+        order: Where the samples stand among the rows.
         sample_ids: [B] names.
         tokens: int64 [B, S + 1].
         loss_mask: bool [B, S]; True where token s + 1 is part of the response.
@@ -72,9 +83,12 @@ class MicroBatch:
             response; None if the samples have none.
         top_logprobs: FP32 [B, S, K]; their log-probabilities in the rollout, -Inf where there is
             none.
+        token_rows_of_samples: int64 [B, S]; of a pack, which of the rows of all context-parallel
+            ranks, one after another, has a token; their number where no row has. None otherwise.
     """
 
     made_for: TraceSites
+    order: RowOrder
     sample_ids: tuple[str, ...]
     tokens: torch.Tensor
     loss_mask: torch.Tensor
@@ -88,6 +102,7 @@ class MicroBatch:
     settings_digest: str
     top_tokens: torch.Tensor | None = None
     top_logprobs: torch.Tensor | None = None
+    token_rows_of_samples: torch.Tensor | None = None
 
     @property
     def hint_bytes(self) -> int:
@@ -100,19 +115,36 @@ class MicroBatch:
         return self.valid.shape[0]
 
     @property
+    def forward_shape(self) -> tuple[int, int]:
+        """Positions and sequences that the model forwards, over all ranks: (S, B) or (T, 1)."""
+        sequences = 1 if self.order.packed else len(self.sample_ids)
+        return self.order.num_positions, sequences
+
+    @property
     def positions(self) -> torch.Tensor:
-        """int64 [B, P]; positions of the tokens that this context-parallel rank forwards."""
-        return self.attention_rows.positions.expand(len(self.sample_ids), -1)
+        """int64 [B, P], or [1, T]; positions that this context-parallel rank forwards."""
+        positions = self.attention_rows.positions
+        return positions.expand(self.forward_shape[1], -1)
 
     @property
     def inputs(self) -> torch.Tensor:
-        """int64 [B, P]; the tokens that this context-parallel rank forwards."""
-        return self.tokens[:, self.attention_rows.positions]
+        """int64 [B, P], or [1, T]; the tokens that this context-parallel rank forwards."""
+        return self.attention_rows.take(self.tokens)
 
     @property
     def targets(self) -> torch.Tensor:
-        """int64 [B, P]; the token that follows each of `inputs`."""
-        return self.tokens[:, self.attention_rows.positions + 1]
+        """int64 [B, P], or [1, T]; the token that follows each of `inputs`."""
+        return self.attention_rows.take(self.tokens[:, 1:])
+
+    @property
+    def own_positions(self) -> torch.Tensor:
+        """bool [B, S]; tokens that this context-parallel rank forwards."""
+        own, rows = torch.zeros_like(self.loss_mask), self.attention_rows
+        if rows.samples is None:
+            own[:, rows.positions] = True
+        else:
+            own[rows.samples[rows.real], rows.positions[rows.real]] = True
+        return own
 
     def rows_at(self, site: Site) -> RankRows:
         """Gives the rows that a site of this rank sees; of fc2 those of its tokens."""
@@ -120,9 +152,13 @@ class MicroBatch:
 
     def row_name(self, site: Site, row: int) -> str:
         """Names one of the N rows of a site for messages."""
-        local, column = divmod(row, len(self.sample_ids))
-        position = int(self.rows_at(site).positions[local])
-        kind = "token" if self.valid[position, column] else "padding"
+        rows = self.rows_at(site)
+        if rows.samples is None:
+            local, column = divmod(row, len(self.sample_ids))
+            position = int(rows.positions[local])
+        else:
+            column, position = int(rows.samples[row]), int(rows.positions[row])
+        kind = "token" if rows.real[row] else "padding"
         return f"sample {self.sample_ids[column]}, {kind} {position}"
 
 
@@ -160,7 +196,11 @@ def map_tensors(
 ) -> MicroBatch:
     """Gives a micro-batch in other tensors, such as copies; each is moved once."""
     rows = (
-        RankRows(move(part.positions), move(part.real))
+        RankRows(
+            move(part.positions),
+            move(part.real),
+            None if part.samples is None else move(part.samples),
+        )
         for part in (micro_batch.token_rows, micro_batch.attention_rows)
     )
     hints, codes = (
@@ -172,6 +212,8 @@ def map_tensors(
     if micro_batch.top_tokens is not None and micro_batch.top_logprobs is not None:
         tensors["top_tokens"] = move(micro_batch.top_tokens)
         tensors["top_logprobs"] = move(micro_batch.top_logprobs)
+    if micro_batch.token_rows_of_samples is not None:
+        tensors["token_rows_of_samples"] = move(micro_batch.token_rows_of_samples)
     token_rows, attention_rows = rows
     return replace(
         micro_batch,
@@ -190,6 +232,7 @@ def make_micro_batch(
     *,
     padding_token: int = 0,
     num_positions: int | None = None,
+    packed: bool = False,
 ) -> MicroBatch:
     """Assembles samples, their hints and their routing for one forward pass of a trainer model.
 
@@ -201,15 +244,22 @@ def make_micro_batch(
         store: Where the hints are. Not read by the methods bf16 and qat, but for diagnostics.
         sites: `TraceSites` of the model that will forward the micro-batch.
         padding_token: Token id of padding.
-        num_positions: S, where several micro-batches must have the same; None takes the least.
+        num_positions: S, where several micro-batches must have the same, or of a pack its T over
+            all ranks; None takes the least.
+        packed: Whether samples stand one after another in one sequence, instead of side by side.
 
     Raises:
         LookupError: A recorded place has no hint, and `missing_hints` is `error`.
-        ValueError: The samples do not fit the model or S, or hints are of another policy version,
-            other quantiser settings, or another shape.
+        ValueError: The samples do not fit the model, S or T, or hints are of another policy
+            version, other quantiser settings, or another shape; or the model cannot forward packs.
     """
     return stage_micro_batch(
-        samples, store, sites, padding_token=padding_token, num_positions=num_positions
+        samples,
+        store,
+        sites,
+        padding_token=padding_token,
+        num_positions=num_positions,
+        packed=packed,
     ).on_device()
 
 
@@ -220,6 +270,7 @@ def stage_micro_batch(
     *,
     padding_token: int = 0,
     num_positions: int | None = None,
+    packed: bool = False,
     pin_memory: bool = False,
 ) -> StagedMicroBatch:
     """Reads what `make_micro_batch` reads, and leaves it on the host.
@@ -229,7 +280,8 @@ def stage_micro_batch(
         store: Where the hints are.
         sites: `TraceSites` of the model that will forward the micro-batch.
         padding_token: Token id of padding.
-        num_positions: S, or None.
+        num_positions: S or T, or None.
+        packed: Whether samples stand one after another.
         pin_memory: Whether its tensors are in page-locked memory, from which a stream can copy
             while other work goes on.
 
@@ -238,7 +290,8 @@ def stage_micro_batch(
         ValueError: See `make_micro_batch`.
     """
     _require_samples(samples, sites)
-    length = _num_positions(samples, sites, num_positions) + 1
+    order = _row_order(samples, sites, num_positions, packed=packed)
+    length = order.sample_positions + 1
     tokens = torch.full((len(samples), length), padding_token, dtype=torch.int64)
     loss_mask = torch.zeros(len(samples), length - 1, dtype=torch.bool)
     rollout_logprobs = torch.zeros(len(samples), length - 1)
@@ -249,28 +302,29 @@ def stage_micro_batch(
         loss_mask[b, response] = True
         rollout_logprobs[b, response] = sample.logprobs.float()
         valid[: sample.num_rows, b] = True
-    token_rows, attention_rows = (_rank_rows(site, valid, sites) for site in (Site.FC1, Site.K))
-    routing = _routing(samples, valid, sites).unflatten(1, valid.shape)
+    rows = order.rows()
     small = MicroBatch(
         made_for=sites,
+        order=order,
         sample_ids=tuple(sample.sample_id for sample in samples),
         tokens=tokens,
         loss_mask=loss_mask,
         rollout_logprobs=rollout_logprobs,
         valid=valid,
-        token_rows=token_rows,
-        attention_rows=attention_rows,
-        routing=routing[:, token_rows.positions].flatten(1, 2),
+        token_rows=_rank_rows(Site.FC1, order, rows),
+        attention_rows=_rank_rows(Site.K, order, rows),
+        routing=_routing(samples, rows, sites)[:, order.own(Site.FC1)],
         hints={},
         codes={},
         settings_digest=samples[0].settings_digest,
         **_most_likely_tokens(samples, length - 1),
+        token_rows_of_samples=_rows_of_samples(rows, valid) if packed else None,
     )
     if pin_memory:
         small = map_tensors(small, torch.Tensor.pin_memory)
     records = {
-        "hints": _hints(samples, store, sites, length - 1, pin_memory),
-        "codes": _codes(samples, store, sites, length - 1, pin_memory),
+        "hints": _hints(samples, store, sites, order, pin_memory),
+        "codes": _codes(samples, store, sites, order, pin_memory),
     }
     return StagedMicroBatch(replace(small, **records), sites.device)
 
@@ -305,6 +359,7 @@ def planned_hint_bytes(
     sites: TraceSites,
     *,
     num_positions: int | None = None,
+    packed: bool = False,
 ) -> int:
     """Gives `hint_bytes` of the micro-batch that `stage_micro_batch` would give on the host.
 
@@ -312,10 +367,10 @@ def planned_hint_bytes(
     allows that none is found.
 
     Raises:
-        ValueError: The samples do not fit the model or S.
+        ValueError: The samples do not fit the model, S or T.
     """
     _require_samples(samples, sites)
-    length = _num_positions(samples, sites, num_positions)
+    order = _row_order(samples, sites, num_positions, packed=packed)
     trace = sites.trace
     layouts = [(place, trace.hint_bits, trace.hint_scales) for place in sites.recorded_places]
     layouts += [(place, 4, "raw") for place in _code_places(samples, store, sites)]
@@ -326,8 +381,7 @@ def planned_hint_bytes(
         num_blocks = width // number_format.block_size
         scales = num_blocks if scale_form == "raw" else residue_bytes(num_blocks)
         row = width * stored_bits(number_format, hint_bits) // 8 + scales + 1
-        rows = sum(len(part) for part in sites.shape.layout.positions(site, length))
-        total += rows * len(samples) * row
+        total += order.num_rows(site) * row
     return total
 
 
@@ -365,43 +419,56 @@ def _require_samples(samples: Sequence[RolloutSample], sites: TraceSites) -> Non
             )
 
 
-def _num_positions(samples: Sequence[RolloutSample], sites: TraceSites, wanted: int | None) -> int:
-    longest = max(sample.num_rows for sample in samples)
-    least = sites.shape.layout.padded_length(longest)
-    if wanted is None:
-        return least
-    if wanted < longest or wanted != sites.shape.layout.padded_length(wanted):
+def _row_order(
+    samples: Sequence[RolloutSample], sites: TraceSites, num_positions: int | None, *, packed: bool
+) -> RowOrder:
+    if packed and not sites.forwards_packs:
         raise ValueError(
-            f"num_positions={wanted} does not hold samples of {longest} positions, or cannot be "
-            f"split over {sites.shape.layout}; {least} is the least that can"
+            "this model cannot forward packed samples: Megatron's DotProductAttention refuses "
+            "them, and Gated DeltaNet under context parallelism; choose attention=sdpa, or do not "
+            "pack"
         )
-    return wanted
+    lengths = tuple(sample.num_rows for sample in samples)
+    return row_order(lengths, sites.shape.layout, num_positions=num_positions, packed=packed)
 
 
-def _rank_rows(site: Site, valid: torch.Tensor, sites: TraceSites) -> RankRows:
-    parts = sites.shape.layout.positions(site, valid.shape[0])
-    positions = torch.cat([torch.arange(part.start, part.stop) for part in parts])
-    return RankRows(positions, valid[positions].flatten())
+# Of the M rows of all ranks: samples and positions, int64 [M] each, and bool [M], whether real.
+_Rows = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def _routing(
-    samples: Sequence[RolloutSample], valid: torch.Tensor, sites: TraceSites
-) -> torch.Tensor:
+def _rank_rows(site: Site, order: RowOrder, rows: _Rows) -> RankRows:
+    samples, positions, real = (part[order.own(site)] for part in rows)
+    if order.packed:
+        return RankRows(positions, real, samples)
+    return RankRows(positions[:: len(order.lengths)], real)
+
+
+def _rows_of_samples(rows: _Rows, valid: torch.Tensor) -> torch.Tensor:
+    samples, positions, real = rows
+    found = torch.full(valid.T.shape, len(real))
+    found[samples[real], positions[real]] = real.nonzero()[:, 0]
+    return found
+
+
+def _routing(samples: Sequence[RolloutSample], rows: _Rows, sites: TraceSites) -> torch.Tensor:
+    """Gives the experts of the M rows of all ranks, int64 [L, M, k]."""
     model = sites.shape
     expected = (len(model.model_moe_layers), model.top_k)
-    routing = torch.zeros(len(model.moe_layers), *valid.shape, model.top_k, dtype=torch.int64)
-    for b, sample in enumerate(samples):
+    records = []
+    for sample in samples:
         if tuple(sample.routing.shape[1:]) != expected:
             raise ValueError(
                 f"sample {sample.sample_id} has routing of (MoE layers, top-k) "
                 f"{tuple(sample.routing.shape[1:])}, but the model has {expected}; it was rolled "
                 "out by another model"
             )
-        rows = sample.routing.to(torch.int64)
-        _require_experts(rows, model.num_experts, sample.sample_id)
-        routing[:, : sample.num_rows, b] = rows[:, model.routing_records].transpose(0, 1)
-    routing = routing.flatten(1, 2)
-    real = valid.flatten()
+        record = sample.routing.to(torch.int64)
+        _require_experts(record, model.num_experts, sample.sample_id)
+        records.append(record[:, model.routing_records].transpose(0, 1))
+    of_samples, positions, real = rows
+    routing = torch.zeros(len(model.moe_layers), len(real), model.top_k, dtype=torch.int64)
+    first_rows = torch.tensor([0] + [sample.num_rows for sample in samples]).cumsum(0)
+    routing[:, real] = torch.cat(records, dim=1)[:, (first_rows[of_samples] + positions)[real]]
     for layer in routing:
         loads = torch.bincount(layer[real].flatten(), minlength=model.num_experts)
         layer[~real] = even_experts(loads, int((~real).sum()), model.top_k)
@@ -425,7 +492,7 @@ def _hints(
     samples: Sequence[RolloutSample],
     store: HintSource | None,
     sites: TraceSites,
-    positions: int,
+    order: RowOrder,
     pin_memory: bool,
 ) -> dict[Place, HintRows]:
     if not sites.guides:
@@ -435,11 +502,14 @@ def _hints(
     tolerant = sites.trace.missing_hints == "rtn"
     rows: dict[Place, HintRows] = {}
     for place in sites.recorded_places:
-        part = partial(_part, place[1], positions, sites)
-        hints = [_get(sample, place, store, RecordKind.HINT, tolerant, part) for sample in samples]
+        parts = _parts(place[1], order, sites)
+        hints = [
+            _get(sample, place, store, RecordKind.HINT, tolerant, part)
+            for sample, part in zip(samples, parts, strict=True)
+        ]
         if any(hint is not None for hint in hints):
             form = sites.trace.hint_bits, sites.trace.hint_scales
-            rows[place] = _stack(hints, place, sites, positions, *form, pin_memory)
+            rows[place] = _stack(hints, place, sites, order, *form, pin_memory)
     return rows
 
 
@@ -447,15 +517,18 @@ def _codes(
     samples: Sequence[RolloutSample],
     store: HintSource | None,
     sites: TraceSites,
-    positions: int,
+    order: RowOrder,
     pin_memory: bool,
 ) -> dict[Place, HintRows]:
     rows: dict[Place, HintRows] = {}
     for place in _code_places(samples, store, sites):
         assert store is not None, "without a store there are no places"
-        part = partial(_part, place[1], positions, sites)
-        hints = [_get(sample, place, store, RecordKind.CODES, True, part) for sample in samples]
-        rows[place] = _stack(hints, place, sites, positions, 4, "raw", pin_memory)
+        parts = _parts(place[1], order, sites)
+        hints = [
+            _get(sample, place, store, RecordKind.CODES, True, part)
+            for sample, part in zip(samples, parts, strict=True)
+        ]
+        rows[place] = _stack(hints, place, sites, order, 4, "raw", pin_memory)
     return rows
 
 
@@ -468,16 +541,15 @@ def _code_places(
     return sorted(set().union(*stored) & set(sites.shape.places))
 
 
-def _part(site: Site, num_positions: int, sites: TraceSites, num_rows: int) -> HintPart | None:
-    """Gives what this rank needs of the record of a sample; None if it is all of it."""
-    positions, columns = (
-        sites.shape.layout.positions(site, num_positions),
-        sites.shape.columns(site),
-    )
-    rows = recorded_rows(positions, num_rows, num_positions)
-    if columns is None and sum(len(part) for part in rows) == num_rows:
-        return None
-    return HintPart(rows, columns, sites.shape.row_width(site))
+def _parts(site: Site, order: RowOrder, sites: TraceSites) -> list[HintPart | None]:
+    """Gives what this rank needs of the record of each sample; None if it is all of it."""
+    columns, width = sites.shape.columns(site), sites.shape.row_width(site)
+    parts: list[HintPart | None] = []
+    for positions, num_rows in zip(order.parts(site), order.lengths, strict=True):
+        rows = recorded_rows(positions, num_rows, order.sample_positions)
+        whole = columns is None and sum(len(part) for part in rows) == num_rows
+        parts.append(None if whole else HintPart(rows, columns, width))
+    return parts
 
 
 def _get(
@@ -486,11 +558,11 @@ def _get(
     store: HintSource,
     kind: RecordKind,
     tolerant: bool,
-    part: Callable[[int], HintPart | None],
+    part: HintPart | None,
 ) -> SiteHint | None:
     key = HintKey(sample.sample_id, *place, sample.policy_version, sample.settings_digest)
     try:
-        return store.get(key, num_rows=sample.num_rows, kind=kind, part=part(sample.num_rows))
+        return store.get(key, num_rows=sample.num_rows, kind=kind, part=part)
     except LookupError:
         if tolerant:
             return None
@@ -501,7 +573,7 @@ def _stack(
     hints: Sequence[SiteHint | None],
     place: Place,
     sites: TraceSites,
-    positions: int,
+    order: RowOrder,
     hint_bits: int,
     scale_form: ScaleForm,
     pin_memory: bool,
@@ -524,10 +596,10 @@ def _stack(
         ):
             if got != expected:
                 raise ValueError(f"hint has {name} {got}, expected {expected} ({hint.key})")
-    # Right padding: the real rows of a sample are this rank's first ones.
-    parts = sites.shape.layout.positions(place[1], positions)
-    num_rows = sum(len(part) for part in parts)
-    rows = [part.flatten(0, 1) for part in stack_rows(hints, num_rows, pin_memory=pin_memory)]
-    payload, scale_bytes, present = rows
+    # Padding is on the right: the real rows of a sample are the first of its places.
+    site = place[1]
+    payload, scale_bytes, present = placed_rows(
+        hints, order.places(site), order.num_rows(site), pin_memory=pin_memory
+    )
     form = "raw" if scale_form == "raw" else "packed"
     return HintRows(payload, scale_bytes, num_bits, present, form, number_format)

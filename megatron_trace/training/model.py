@@ -19,7 +19,7 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron_trace.config import TraceConfig
 from megatron_trace.formats import FORMAT_SETS
 from megatron_trace.hints.sharding import expert_columns, kv_heads, local_experts
-from megatron_trace.models.attention import SDPACoreAttention
+from megatron_trace.models.attention import SDPACoreAttention, packed_seq_params
 from megatron_trace.models.gpt import build_gpt_model
 from megatron_trace.models.hybrid import (
     DecoderModel,
@@ -203,21 +203,26 @@ def forward_micro_batch(
             "the micro-batch to forward is not in force; call this inside `with "
             "sites.micro_batch(micro_batch)`"
         )
-    return model(*forward_arguments(micro_batch))
+    return model(**forward_arguments(micro_batch))
 
 
-def forward_arguments(
-    micro_batch: MicroBatch,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Gives what the model's forward takes on this rank: inputs, positions [B, P] and the mask.
+def forward_arguments(micro_batch: MicroBatch) -> dict[str, Any]:
+    """Gives what the model's forward takes on this rank: inputs, positions, and what attends.
 
-    Under context parallelism there is no mask: the core attention knows the positions.
+    Under context parallelism there is no mask: the core attention knows the positions. Nor is there
+    one for a pack, which has the bounds of its sequences (`packed_seq_params`).
     """
-    sites = micro_batch.made_for
-    mask = None
+    sites, order = micro_batch.made_for, micro_batch.order
+    arguments = {
+        "input_ids": micro_batch.inputs,
+        "position_ids": micro_batch.positions,
+        "attention_mask": None,
+    }
+    if order.packed:
+        return arguments | {"packed_seq_params": packed_seq_params(order.bounds, sites.device)}
     if sites.shape.layout.cp_size == 1:
-        mask = causal_mask(micro_batch.num_positions).to(sites.device)
-    return micro_batch.inputs, micro_batch.positions, mask
+        arguments["attention_mask"] = causal_mask(micro_batch.num_positions).to(sites.device)
+    return arguments
 
 
 def logprobs_of_logits(
@@ -236,7 +241,7 @@ def logprobs_of_logits(
     """
     groups = micro_batch.made_for.groups
     logprobs = target_logprobs(logits, micro_batch.targets, groups, temperature=temperature)
-    return whole_samples(logprobs, groups)
+    return whole_samples(logprobs, groups, micro_batch.token_rows_of_samples)
 
 
 def top_logprobs_of_logits(
@@ -262,11 +267,9 @@ def top_logprobs_of_logits(
             "SamplingSettings.top_logprobs > 0"
         )
     groups = micro_batch.made_for.groups
-    tokens = micro_batch.top_tokens[:, micro_batch.attention_rows.positions]
+    tokens = micro_batch.attention_rows.take(micro_batch.top_tokens)
     top = chosen_logprobs(logits, tokens, groups, temperature=temperature)
-    num_samples, num_positions, num_tokens = top.shape
-    flat = whole_samples(top.transpose(1, 2).reshape(-1, num_positions), groups)
-    return flat.view(num_samples, num_tokens, -1).transpose(1, 2)
+    return whole_samples(top, groups, micro_batch.token_rows_of_samples)
 
 
 def _prepared(

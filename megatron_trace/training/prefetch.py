@@ -179,7 +179,8 @@ class MicroBatchPrefetcher:
         sites: `TraceSites` of the model that will forward them; its settings must not change.
         max_host_bytes: Most bytes of hints that may be held; None for one micro-batch ahead.
         padding_token: Token id of padding.
-        num_positions: S of all micro-batches; None takes the least of each.
+        num_positions: S of all micro-batches, or T; None takes the least of each.
+        packed: Whether samples stand one after another.
     """
 
     def __init__(
@@ -191,6 +192,7 @@ class MicroBatchPrefetcher:
         max_host_bytes: int | None,
         padding_token: int = 0,
         num_positions: int | None = None,
+        packed: bool = False,
     ) -> None:
         self._device = sites.device
         on_gpu = self._device.type == "cuda"
@@ -205,6 +207,7 @@ class MicroBatchPrefetcher:
                     sites,
                     padding_token=padding_token,
                     num_positions=num_positions,
+                    packed=packed,
                     pin_memory=on_gpu,
                 )
                 for samples in batches
@@ -289,6 +292,7 @@ def read_micro_batch(
     *,
     max_host_bytes: int | None = None,
     num_positions: int | None = None,
+    packed: bool = False,
 ) -> MicroBatch:
     """Gives the micro-batch that a prefetcher would give, read at once.
 
@@ -297,13 +301,14 @@ def read_micro_batch(
         store: Where the hints are; files of the samples are closed again.
         sites: `TraceSites` of the model that will forward it.
         max_host_bytes: Most bytes that its hints may have.
-        num_positions: S; None takes the least.
+        num_positions: S or T; None takes the least.
+        packed: Whether samples stand one after another.
 
     Raises:
         LookupError: See `make_micro_batch`.
         ValueError: See `make_micro_batch`; or its hints exceed the bound.
     """
-    job = reading_job(samples, store, sites, num_positions=num_positions)
+    job = reading_job(samples, store, sites, num_positions=num_positions, packed=packed)
     require_within(job.num_bytes, max_host_bytes)
     return job.build().on_device()
 
@@ -315,6 +320,7 @@ def reading_job(
     *,
     padding_token: int = 0,
     num_positions: int | None = None,
+    packed: bool = False,
     pin_memory: bool = False,
 ) -> Job[StagedMicroBatch]:
     """Gives the job of reading a micro-batch, arguments as those of `stage_micro_batch`."""
@@ -329,13 +335,15 @@ def reading_job(
                 sites,
                 padding_token=padding_token,
                 num_positions=num_positions,
+                packed=packed,
                 pin_memory=pin_memory,
             )
         if isinstance(store, HintFiles):
             store.release(sample.sample_id for sample in samples)
         return staged
 
-    return Job(planned_hint_bytes(samples, store, sites, num_positions=num_positions), build)
+    planned = planned_hint_bytes(samples, store, sites, num_positions=num_positions, packed=packed)
+    return Job(planned, build)
 
 
 def require_within(num_bytes: int, max_bytes: int | None) -> None:

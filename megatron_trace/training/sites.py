@@ -13,6 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
+from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 
@@ -25,7 +26,8 @@ from megatron_trace.hints.types import (
     site_format,
     stored_bits,
 )
-from megatron_trace.models.hybrid import DecoderModel
+from megatron_trace.models.attention import SDPACoreAttention
+from megatron_trace.models.hybrid import DecoderModel, decoder_layers
 from megatron_trace.training.audit import foreign_quantisers, unexpected_quantising
 from megatron_trace.training.layout import sum_over_columns
 from megatron_trace.training.report import Tally, TraceReport
@@ -80,6 +82,18 @@ class TraceSites:
     def device(self) -> torch.device:
         """Device of the model's parameters."""
         return next(self._model.parameters()).device
+
+    @property
+    def forwards_packs(self) -> bool:
+        """Whether every layer here can forward packed sequences."""
+        pattern = getattr(self._model, "hybrid_layer_pattern", None) or ""
+        if self.shape.layout.cp_size > 1 and Symbols.GDN in pattern:
+            return False
+        return all(
+            isinstance(layer.attention.core_attention, SDPACoreAttention)
+            for layer in decoder_layers(self._model)
+            if layer.attention is not None
+        )
 
     @property
     def groups(self) -> ProcessGroupCollection:

@@ -17,7 +17,7 @@ import torch
 
 from megatron_trace.config import HINT_SITES
 from megatron_trace.hints import HintFilesWriter
-from megatron_trace.hints.sharding import samples_of_rank
+from megatron_trace.hints.sharding import packed_length, samples_of_rank
 from megatron_trace.hints.types import Site
 from megatron_trace.testing.assertions import assert_same_bytes
 from megatron_trace.testing.layouts import Task, train_layouts, train_step
@@ -25,6 +25,8 @@ from megatron_trace.testing.ranks import run_ranks
 from megatron_trace.testing.rollouts import records_of
 from megatron_trace.testing.single_process import single_process
 from megatron_trace.testing.tiny_trainer import recorded_rollout, tiny_trainer
+from megatron_trace.training.layout import RankLayout
+from megatron_trace.training.row_order import row_order
 
 # FP32 products of other sizes and sums in another order; the largest are in docs/layouts.md.
 LOSS_TOLERANCE = 1e-6
@@ -43,6 +45,10 @@ TP, PP, CP, EP, ETP = (
 LENGTHS = ((5, 3), (3, 2), (7, 4), (2, 13))
 # As long as S, so that no padding goes to the experts that are to stay without tokens.
 FULL_LENGTHS = ((9, 8), (5, 12), (16, 1), (1, 16))
+# 5, 7 and 3 rows: two tensor-parallel ranks pad the pack to 16 (cases.md, 29).
+CASE_29 = ((3, 3), (5, 3), (2, 2))
+# Multiples of 4 rows: context parallelism of two ranks splits each sample without padding.
+IN_FOURS = ((5, 4), (3, 6), (4, 1), (7, 14))
 
 
 @dataclass(frozen=True)
@@ -58,6 +64,7 @@ class Layout:
         distributed_optimizer: Whether optimizer states are split.
         is_short: Whether it is part of the normal run.
         pattern: Hybrid layer pattern; `|` ends a pipeline stage.
+        packed: (prompt, response) tokens of samples that are packed; None has others side by side.
     """
 
     world_size: int
@@ -68,6 +75,14 @@ class Layout:
     distributed_optimizer: bool = False
     is_short: bool = False
     pattern: str = "*E|*E"
+    packed: tuple[tuple[int, int], ...] | None = None
+
+    @property
+    def lengths(self) -> tuple[tuple[int, int], ...]:
+        """(prompt, response) tokens of the samples."""
+        if self.packed is not None:
+            return self.packed
+        return LENGTHS if self.num_experts == 16 else FULL_LENGTHS
 
     @property
     def num_replicas(self) -> int:
@@ -97,6 +112,8 @@ LAYOUTS = {
     "PP2 Gated DeltaNet": Layout(2, {PP: 2}, pattern=DELTA_NET),
     "TP2 CP2 EP2 Gated DeltaNet": Layout(4, {TP: 2, CP: 2, EP: 2}, pattern=DELTA_NET),
     "PP2 TP2 Gated DeltaNet, a layer cut in two": Layout(4, {PP: 2, TP: 2}, pattern="*EG|E"),
+    "TP2 packed samples": Layout(2, {TP: 2}, packed=CASE_29, is_short=True),
+    "CP2 EP2 packed samples": Layout(2, {CP: 2, EP: 2}, packed=IN_FOURS, is_short=True),
     "EP2": Layout(2, {EP: 2}),
     "EP2, half of the experts empty": Layout(2, {EP: 2}, num_experts=8),
     "EP2 all-gather, half of the experts empty": Layout(
@@ -127,6 +144,10 @@ LAYOUTS = {
     "TP2 CP2 EP2": Layout(4, {TP: 2, CP: 2, EP: 2}),
     "TP2 EP2 ETP2": Layout(4, {TP: 2, EP: 2, ETP: 2}),
     "TP2 CP2 EP2 ETP2 all-gather": Layout(4, {TP: 2, CP: 2, EP: 2, ETP: 2}, config=ALL_GATHER),
+    "EP2 packed samples": Layout(2, {EP: 2}, packed=IN_FOURS),
+    "TP2 ETP2 packed samples": Layout(2, {TP: 2, ETP: 2}, packed=CASE_29),
+    "TP2 CP2 EP2 packed samples": Layout(4, {TP: 2, CP: 2, EP: 2}, packed=IN_FOURS),
+    "PP2 TP2 packed samples": Layout(4, {PP: 2, TP: 2}, packed=CASE_29),
     "PP2 TP2": Layout(4, {PP: 2, TP: 2}),
     "PP2 TP2 ETP2, a layer cut in two": Layout(4, {PP: 2, TP: 2, ETP: 2}, pattern="*E*|E"),
     "PP2 CP2 EP2": Layout(4, {PP: 2, CP: 2, EP: 2}),
@@ -143,11 +164,10 @@ def steps_on_rank(rank, tasks, folder):
 
 
 def _task(layout: Layout, folder) -> Task:
-    lengths = LENGTHS if layout.num_experts == 16 else FULL_LENGTHS
     trace = {"hint_sites": HINT_SITES, **layout.trace}
     whole_pattern = layout.pattern.replace("|", "")
     rolled = recorded_rollout(
-        lengths,
+        layout.lengths,
         pattern=whole_pattern,
         num_experts=layout.num_experts,
         sites=HINT_SITES,
@@ -163,12 +183,21 @@ def _task(layout: Layout, folder) -> Task:
     model, _ = tiny_trainer("bf16", pattern=whole_pattern)
     replicas = layout.num_replicas
     parts = [samples_of_rank(len(rolled.samples), replicas, i) for i in range(replicas)]
+    of_replicas = [rolled.samples[part.start : part.stop] for part in parts]
+    num_positions = NUM_POSITIONS
+    if layout.packed:
+        sizes = {"tp_size": layout.parallel.get(TP, 1), "cp_size": layout.parallel.get(CP, 1)}
+        num_positions = max(
+            packed_length([sample.num_rows for sample in samples], **sizes)
+            for samples in of_replicas
+        )
     return Task(
         weights={name: p.detach().clone() for name, p in model.named_parameters()},
         settings=rolled.settings,
         hint_folder=folder,
-        replicas=[rolled.samples[part.start : part.stop] for part in parts],
-        num_positions=NUM_POSITIONS,
+        replicas=of_replicas,
+        num_positions=num_positions,
+        packed=layout.packed is not None,
         trace=trace,
         config=layout.config,
         distributed_optimizer=layout.distributed_optimizer,
@@ -272,14 +301,34 @@ def test_every_row_and_column_is_quantised_as_on_one_rank(run, site):
         for number, rank in enumerate(ranks):
             if (layer, site) not in rank.shape.places:
                 continue
-            whole = alone.values[layer, site][rank.replica].unflatten(0, (task.num_positions, -1))
-            parts = rank.layout.positions(site, task.num_positions)
+            whole = alone.values[layer, site][rank.replica]
             columns = rank.shape.columns(site) or range(whole.shape[-1])
-            expected = torch.cat([whole[p.start : p.stop] for p in parts]).flatten(0, 1)
+            expected = whole[_rows_on_one_rank(task, rank, site)]
             expected = expected[:, columns.start : columns.stop].contiguous()
             # Recomputation quantises twice, with the same bits.
             for got in rank.values[layer, site]:
                 assert_same_bytes(got, expected, f"layer {layer}, rank {number}")
+
+
+def _rows_on_one_rank(task, rank, site):
+    """Gives which of one rank's rows stand at the rows of this rank."""
+    lengths = tuple(sample.num_rows for sample in task.replicas[rank.replica])
+    one, own = (
+        row_order(lengths, layout, num_positions=task.num_positions, packed=task.packed)
+        for layout in (RankLayout(), rank.layout)
+    )
+    if own.rows()[2].all() or rank.layout.cp_size == 1:
+        known = {token: row for row, token in enumerate(_tokens(one))}
+        return [known[token] for token in (_tokens(own)[row] for row in own.own(site).tolist())]
+    assert not task.packed, "padding of packs stands elsewhere under context parallelism"
+    return own.own(site).tolist()
+
+
+def _tokens(order):
+    """Gives what stands at each row of all ranks: (sample, position), or a number for padding."""
+    samples, positions, real = (part.tolist() for part in order.rows())
+    places = enumerate(zip(samples, positions, real, strict=True))
+    return [(b, p) if known else row for row, (b, p, known) in places]
 
 
 def test_every_slot_is_quantised_as_on_one_rank(run):

@@ -24,6 +24,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megatron_trace.config import DEFAULT_HINT_SITES, HINT_SITES
 from megatron_trace.hints import HintFiles, HintFilesWriter
+from megatron_trace.hints.sharding import packed_length
 from megatron_trace.hints.types import Site
 from megatron_trace.testing.assertions import assert_same_bytes
 from megatron_trace.testing.layouts import slice_of
@@ -63,12 +64,14 @@ class Scenario:
         micro_batches: Samples of each micro-batch.
         trace: Fields of `TraceConfig`.
         config: Fields of `TransformerConfig`.
+        packed: Whether the samples of a micro-batch are packed.
     """
 
     pattern: str
     micro_batches: tuple[tuple[int, int], ...] = MICRO_BATCHES
     trace: Mapping[str, Any] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)
+    packed: bool = False
 
     @property
     def hint_sites(self) -> tuple[str, ...]:
@@ -129,6 +132,13 @@ LAYOUTS = {
             "other lengths in each": Scenario(
                 "*E|*E|*E|*E", UNEQUAL, config={"variable_seq_lengths": True}
             ),
+            "packed samples": Scenario(
+                "*E|*E*|E|*E",
+                UNEQUAL,
+                trace=PACKED,
+                config=FULL | {"variable_seq_lengths": True},
+                packed=True,
+            ),
         },
     ),
     "PP4": Layout(
@@ -145,6 +155,23 @@ LAYOUTS = {
             "expert_tensor_parallel_size": 1,
         },
         {"a layer cut in two": Scenario("*E*|E*E", trace=PACKED, config=FULL)},
+    ),
+    "PP2 x VPP2 x TP2": Layout(
+        {
+            "pipeline_model_parallel_size": 2,
+            "virtual_pipeline_model_parallel_size": 2,
+            "tensor_model_parallel_size": 2,
+            "expert_tensor_parallel_size": 1,
+        },
+        {
+            "case 29: packed samples": Scenario(
+                "*E|*E*|E|*E",
+                UNEQUAL,
+                trace=FC2,
+                config=FULL | {"variable_seq_lengths": True},
+                packed=True,
+            )
+        },
     ),
     "PP2 x CP2": Layout(
         {"pipeline_model_parallel_size": 2, "context_parallel_size": 2},
@@ -201,7 +228,16 @@ def _train(parallel, *, scenario, weights, settings, folder, samples, pattern):
     own = scenario.micro_batches[dp_rank::dp_size]
     made = agreed(
         lambda: [
-            [make_micro_batch([samples[i] for i in part], files, sites) for part in own]
+            [
+                make_micro_batch(
+                    [samples[i] for i in part],
+                    files,
+                    sites,
+                    num_positions=_num_positions(part) if scenario.packed else None,
+                    packed=scenario.packed,
+                )
+                for part in own
+            ]
             for _, sites in chunks
         ],
         torch.distributed.group.WORLD,
@@ -212,15 +248,15 @@ def _train(parallel, *, scenario, weights, settings, folder, samples, pattern):
         value = -logprobs[micro_batch.loss_mask].sum()
         return value, {"samples": micro_batch.sample_ids, "loss": value.item()}
 
-    longest = max(made[0], key=lambda micro_batch: micro_batch.num_positions)
+    seq_length, micro_batch_size = max(micro_batch.forward_shape for micro_batch in made[0])
     with seen_values(*(sites for _, sites in chunks)) as seen:
         reported = get_forward_backward_func()(
             forward_step_func=trainer_forward_step(loss),
             data_iterator=[iter(micro_batches) for micro_batches in made],
             model=wrapped,
             num_microbatches=len(own),
-            seq_length=longest.num_positions,
-            micro_batch_size=2,
+            seq_length=seq_length,
+            micro_batch_size=micro_batch_size,
             forward_only=False,
         )
     finalize_model_grads(wrapped)
@@ -252,6 +288,11 @@ def _train(parallel, *, scenario, weights, settings, folder, samples, pattern):
         "tensor_bytes": files.bytes_read.tensor_bytes,
         "places": [place for _, sites in chunks for place in sites.recorded_places],
     }
+
+
+def _num_positions(part: tuple[int, int]) -> int:
+    """Gives a length of the pack that two sequence-parallel ranks can split."""
+    return packed_length([sum(LENGTHS[i]) - 1 for i in part], tp_size=2, cp_size=1)
 
 
 def _global_names(model) -> dict[str, str]:
@@ -361,14 +402,16 @@ def test_every_gradient_is_that_of_one_rank(result, layout):
 @pytest.mark.parametrize(("layout", "name"), CASES)
 def test_the_codes_of_every_micro_batch_are_those_of_one_rank(result):
     """Also those that recomputation makes again."""
-    _, alone, of_rank = result
+    scenario, alone, of_rank = result
     expected = {key: calls for key, calls in alone["codes"].items() if key[0][1] is not Site.FC2}
     seen = set()
     for results in of_rank:
         for (place, sample_ids), calls in results["codes"].items():
             if place[1] is Site.FC2:
                 continue
-            own = _own_part(expected[place, sample_ids][0], results["shape"], place[1])
+            own = _own_part(
+                expected[place, sample_ids][0], results["shape"], place[1], packed=scenario.packed
+            )
             for got in calls:
                 assert_same_bytes(got, own, f"{place} {sample_ids}")
             assert len(calls) == len(expected[place, sample_ids])
@@ -376,11 +419,14 @@ def test_the_codes_of_every_micro_batch_are_those_of_one_rank(result):
     assert seen == set(expected)
 
 
-def _own_part(whole, shape, site):
+def _own_part(whole, shape, site, *, packed):
     """Gives the rows and columns of a rank that shares its stage with others."""
+    columns = shape.columns(site) or range(whole.shape[-1])
+    if packed:
+        rows = [whole[r.start : r.stop] for r in shape.layout.positions(site, len(whole))]
+        return torch.cat(rows)[:, columns.start : columns.stop].contiguous()
     whole = whole.unflatten(0, (-1, 2))
     rows = [whole[r.start : r.stop] for r in shape.layout.positions(site, len(whole))]
-    columns = shape.columns(site) or range(whole.shape[-1])
     return torch.cat(rows).flatten(0, 1)[:, columns.start : columns.stop].contiguous()
 
 

@@ -175,6 +175,9 @@ MEGATRON_FLAGS = {
     "num_experts": 8,
     "moe_enable_routing_replay": True,
     "perform_rl_step": False,
+    "pipeline_model_parallel_size": 1,
+    "expert_model_parallel_size": 2,
+    "moe_token_dispatcher_type": "alltoall",
 }
 FACTORY = "megatron_trace.training.te_recipe.guided_fake_quantizer_factory"
 
@@ -216,6 +219,27 @@ def test_flags_of_megatron_that_contradict_ours_are_named_with_ours(changes, nam
     args = argparse.Namespace(**MEGATRON_FLAGS | changes)
     with pytest.raises(ValueError, match=f"--trace-method qat contradicts {named}"):
         require_agreement(args, TraceConfig(method="qat"), RecordedConfig())
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"pipeline_model_parallel_size": 2}, "--pipeline-model-parallel-size"),
+        ({"moe_token_dispatcher_type": "allgather"}, "--moe-token-dispatcher-type allgather"),
+    ],
+)
+def test_packs_are_refused_where_ranks_must_know_their_length(changes, named) -> None:
+    args = argparse.Namespace(**MEGATRON_FLAGS | changes)
+    packed = RecordedConfig(attention="sdpa", pack_samples=True)
+    with pytest.raises(ValueError, match=f"contradicts {named}.*--trace-pack-samples"):
+        require_agreement(args, TraceConfig(), packed)
+    require_agreement(args, TraceConfig(), RecordedConfig(attention="sdpa"))
+    require_agreement(argparse.Namespace(**MEGATRON_FLAGS), TraceConfig(), packed)
+
+
+def test_packs_contradict_megatrons_attention() -> None:
+    with pytest.raises(ValueError, match="pack_samples contradicts attention=megatron"):
+        RecordedConfig(pack_samples=True)
 
 
 def test_recorded_rollouts_have_flags_and_a_help_group_of_their_own() -> None:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
-import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
 
@@ -78,12 +75,3 @@ def test_packed_sequences_attend_only_within_themselves():
 def test_attention_names_what_it_does_not_support(overrides):
     with pytest.raises(ValueError, match=next(iter(overrides))):
         _attention(**overrides)
-
-
-def test_packed_sequences_under_context_parallelism_are_refused():
-    config = tiny_moe_config("*E", context_parallel_size=2)
-    groups = SimpleNamespace(cp=dist.group.WORLD)
-    attention = SDPACoreAttention(config, 1, AttnMaskType.causal, "self", pg_collection=groups)
-    query, key, value = (torch.randn(8, n, 32) for n in (4, 2, 2))
-    with pytest.raises(ValueError, match="packed sequences without context parallelism only"):
-        attention(query, key, value, packed_seq_params=PackedSeqParams(qkv_format="thd"))

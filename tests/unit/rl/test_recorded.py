@@ -105,6 +105,19 @@ def test_reading_ahead_changes_no_bit(training, model, bound):
     assert plain_taken == ahead_taken == [3, 6]
 
 
+@pytest.mark.parametrize("prefetch", [False, True])
+def test_packed_samples_give_the_losses_and_gradients_of_samples_side_by_side(
+    training, model, prefetch
+):
+    plain, plain_grads, _ = losses(training(attention="sdpa"), model)
+    packed, packed_grads, _ = losses(
+        training(attention="sdpa", pack_samples=True, prefetch=prefetch), model
+    )
+    assert torch.allclose(packed, plain, rtol=1e-6)
+    for a, b in zip(packed_grads, plain_grads, strict=True):
+        assert torch.allclose(a, b, rtol=1e-4, atol=1e-6 * float(b.abs().max()))
+
+
 def test_a_pass_takes_its_own_micro_batches_from_the_iterator_and_no_more(training, model):
     ahead, batches = training(prefetch=True), Batches()
     ahead.forward_step(batches, model)
