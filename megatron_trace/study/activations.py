@@ -19,11 +19,8 @@ import torch
 from megatron_trace.formats import NVFP4, NumberFormat, pack_bits
 from megatron_trace.hints.types import Site
 from megatron_trace.metrics import CodeMismatch, UsedHints, compare_codes
-from megatron_trace.models.hybrid import (
-    causal_mask,
-    decoder_layers,
-)
-from megatron_trace.study.model import StudyModel
+from megatron_trace.models.hybrid import decoder_layers
+from megatron_trace.study.model import StudyModel, plain_logits
 
 Place = tuple[int, Site]
 
@@ -63,9 +60,7 @@ def captured_activations(
         for module, sites in watched:
             module.register_forward_pre_hook(partial(note, sites, layer.index))
     for batch in token_batches:
-        tokens = batch.to(next(hybrid.parameters()).device)
-        positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-        hybrid(tokens, positions, causal_mask(tokens.shape[1]).to(tokens.device))
+        plain_logits(hybrid, batch)
     return {place: torch.cat(rows) for place, rows in seen.items()}
 
 

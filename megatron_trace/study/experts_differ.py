@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 
-from megatron_trace.models.hybrid import causal_mask, decoder_layers
+from megatron_trace.models.hybrid import decoder_layers
+from megatron_trace.study.model import plain_logits
 
 
 @dataclass(frozen=True)
@@ -64,9 +65,7 @@ def experts_differ(
     model.eval()
     try:
         for batch in token_batches:
-            tokens = batch.to(next(model.parameters()).device)
-            positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-            model(tokens, positions, causal_mask(tokens.shape[1]).to(tokens.device))
+            plain_logits(model, batch)
         found = {}
         for layer in layers:
             rows_NH = torch.cat(inputs[layer.index])

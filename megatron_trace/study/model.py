@@ -80,3 +80,16 @@ class StudyModel:
         for name, parameter in hybrid.named_parameters():
             parameter.copy_(self.weights[name])
         return hybrid
+
+
+def plain_logits(model: torch.nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    """Gives the logits [B, S, V] of a model of plain modules, or of its DDP wrapper.
+
+    Args:
+        model: The model. Its attention is causal by itself and gets no mask, which at 8K positions
+            would only be carried along.
+        tokens: int64 [B, S] from position 0, on any device.
+    """
+    tokens = tokens.to(next(model.parameters()).device)
+    positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+    return model(tokens, positions, None)

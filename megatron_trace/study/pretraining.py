@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from tqdm import tqdm
 
-from megatron_trace.models.hybrid import causal_mask
 from megatron_trace.rl.tasks import END_TOKEN, PADDING_TOKEN, CharTokenizer, TaskItem
+from megatron_trace.study.model import plain_logits
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ def answer_loss(
     model: HybridModel, tokens: torch.Tensor, answer_mask: torch.Tensor
 ) -> torch.Tensor:
     """Gives the mean negative log-probability of the answer tokens, in nats."""
-    logits = _logits(model, tokens)
+    logits = plain_logits(model, tokens[:, :-1])
     return F.cross_entropy(logits[answer_mask].float(), tokens[:, 1:][answer_mask])
 
 
@@ -152,22 +152,15 @@ def packed_accuracy(model: HybridModel, tokens: torch.Tensor, answer_mask: torch
         tokens: int64 [N, S + 1].
         answer_mask: bool [N, S].
     """
-    device = next(model.parameters()).device
     was_training = model.training
     model.eval()
-    right = _logits(model, tokens.to(device)).argmax(-1).cpu() == tokens[:, 1:]
+    right = plain_logits(model, tokens[:, :-1]).argmax(-1).cpu() == tokens[:, 1:]
     model.train(was_training)
     begins = answer_mask & ~F.pad(answer_mask, (1, 0))[:, :-1]
     answer = begins.flatten().cumsum(0)[answer_mask.flatten()] - 1
     wrong = torch.zeros(int(begins.sum()), dtype=torch.bool)
     wrong[answer[~right[answer_mask]]] = True
     return 1.0 - wrong.float().mean().item()
-
-
-def _logits(model: HybridModel, tokens: torch.Tensor) -> torch.Tensor:
-    num_positions = tokens.shape[1] - 1
-    positions = torch.arange(num_positions, device=tokens.device).expand(len(tokens), -1)
-    return model(tokens[:, :-1], positions, causal_mask(num_positions).to(tokens.device))
 
 
 def _schedule(step: int, settings: PretrainingSettings) -> float:

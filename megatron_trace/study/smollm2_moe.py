@@ -23,11 +23,10 @@ import torch.nn.functional as F
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from tqdm import tqdm
 
-from megatron_trace.models.hybrid import causal_mask
 from megatron_trace.study import smollm2
 from megatron_trace.study.experts_differ import experts_differ
 from megatron_trace.study.gguf_llama import byte_level_tokenizer, hybrid_weights, read_gguf
-from megatron_trace.study.model import StudyModel
+from megatron_trace.study.model import StudyModel, plain_logits
 from megatron_trace.study.upcycling import (
     Upcycling,
     build_part,
@@ -270,7 +269,7 @@ def _rows(
         _copy(trunk, weights_of_part(weights, trunk, first_position=0))
         with torch.no_grad():
             batches = tqdm(tokens[:, :-1].split(8), desc="hidden states", disable=None)
-            hidden = [_forward(trunk, batch).cpu() for batch in batches]
+            hidden = [plain_logits(trunk, batch).cpu() for batch in batches]
         _save(path, torch.cat(hidden, dim=1))
     hidden = torch.load(path, map_location="cpu")
     if hidden.shape[:2] != (tokens.shape[1] - 1, tokens.shape[0]):
@@ -338,14 +337,8 @@ def evaluate(model: HybridModel, rows: Rows) -> float:
 def _loss(model: HybridModel, rows: Rows) -> torch.Tensor:
     device = next(model.parameters()).device
     model.set_input_tensor(rows.hidden.to(device))  # pyright: ignore[reportArgumentType]
-    logits = _forward(model, torch.zeros_like(rows.targets))
+    logits = plain_logits(model, torch.zeros_like(rows.targets))
     return F.cross_entropy(logits.float().flatten(0, 1), rows.targets.flatten().to(device))
-
-
-def _forward(model: HybridModel, tokens: torch.Tensor) -> torch.Tensor:
-    tokens = tokens.to(next(model.parameters()).device)
-    positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-    return model(tokens, positions, causal_mask(tokens.shape[1]).to(tokens.device))
 
 
 def _experts(model: HybridModel, rows: Rows, kept_layers: int) -> dict[int, Any]:

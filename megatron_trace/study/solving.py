@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron_trace.study.chains import Rows
+from megatron_trace.study.model import plain_logits
 
 
 def answer_loss(
@@ -24,18 +25,11 @@ def answer_loss(
         tokens: int64 [B, S + 1].
         answer_mask: bool [B, S].
     """
-    logits = _logits(model, tokens)
+    logits = plain_logits(model, tokens[:, :-1])
     target = tokens[:, 1:].masked_fill(~answer_mask, -100)
     return F.cross_entropy(
         logits.float().flatten(0, 1), target.flatten(), ignore_index=-100, reduction="sum"
     )
-
-
-def _logits(model: torch.nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-    num_positions = tokens.shape[1] - 1
-    positions = torch.arange(num_positions, device=tokens.device).expand(len(tokens), -1)
-    # torch's attention is told that it is causal; a mask of 8K x 8K would only be carried along.
-    return model(tokens[:, :-1], positions, None)
 
 
 @torch.no_grad()
@@ -50,7 +44,7 @@ def solved(model: torch.nn.Module, rows: Rows) -> tuple[torch.Tensor, torch.Tens
         bool [problems]: whether the answer is right; int64 [problems]: task; int64 [problems]:
         position of its first answer token.
     """
-    predicted = _logits(model, rows.tokens).argmax(-1)
+    predicted = plain_logits(model, rows.tokens[:, :-1]).argmax(-1)
     wrong = (predicted != rows.tokens[:, 1:]) & rows.answer_mask
     num_rows, num_problems = rows.task.shape
     number = rows.problem[:, 1:] + num_problems * torch.arange(

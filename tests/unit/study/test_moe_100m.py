@@ -170,12 +170,17 @@ def test_what_is_solved_is_counted_by_problem():
     rows = chains.draw(6, 50, seed=0)
     wrong_row = 2
 
-    def model(tokens, positions, mask):
-        answer = rows.tokens[:, 1:].clone()
-        answer[wrong_row] = 0
-        return torch.nn.functional.one_hot(answer, TOKENIZER.vocab_size).float()
+    class Copying(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.on_a_device = torch.nn.Parameter(torch.zeros(1))
 
-    right, task, start = solved(model, rows)  # pyright: ignore[reportArgumentType]
+        def forward(self, tokens, positions, mask):
+            answer = rows.tokens[:, 1:].clone()
+            answer[wrong_row] = 0
+            return torch.nn.functional.one_hot(answer, TOKENIZER.vocab_size).float()
+
+    right, task, start = solved(Copying(), rows)
     num_solved = int((rows.tokens == END_TOKEN).sum())
     in_wrong_row = int((rows.tokens[wrong_row] == END_TOKEN).sum())
     assert len(right) == len(task) == len(start) == num_solved
