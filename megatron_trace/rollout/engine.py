@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from megatron.core.models.hybrid.hybrid_model import HybridModel
@@ -29,17 +30,18 @@ from megatron_trace.rollout.quantize import (
     require_only_ours,
 )
 from megatron_trace.rollout.recorder import Place, Recorder
-from megatron_trace.rollout.report import RolloutReport, counts_of_samples
-from megatron_trace.rollout.running import Served
+from megatron_trace.rollout.report import RolloutReport
+from megatron_trace.rollout.samples import make_report, make_sample
 from megatron_trace.rollout.sampling import SamplingSettings, sample_seed
 from megatron_trace.rollout.serving import EngineLimits, Server
 from megatron_trace.rollout.sites import RolloutSites
 from megatron_trace.rollout.storing import store_records
-from megatron_trace.rollout.weights import copy_weights, plain_digest, quantise_experts
-
-# Share of values beyond a static scale above which a rollout warns; rounding of block scales alone
-# gives none.
-SATURATION_WARNING = 1e-4
+from megatron_trace.rollout.weights import (
+    copy_weights,
+    kept_on_failure,
+    plain_digest,
+    quantise_experts,
+)
 
 _logger = logging.getLogger(__name__)
 
@@ -237,6 +239,8 @@ class RolloutEngine:
     def push_weights(self, named: Mapping[str, torch.Tensor], policy_version: int) -> str:
         """Takes new weights of the trainer and quantises the routed experts.
 
+        Either all are taken or none: after an error the engine serves what it served before.
+
         Args:
             named: BF16 or FP32 parameters by name; cast to BF16 before they are quantised.
             policy_version: Version of the weights, noted in samples and hints.
@@ -247,23 +251,69 @@ class RolloutEngine:
 
         Raises:
             RuntimeError: The engine is not calibrated.
-            ValueError: A parameter is missing, unknown or of another shape.
+            ValueError: A parameter is missing, unknown or of another shape, or an expert's weight
+                is NaN or Inf.
         """
         self._require_calibrated("push_weights")
         started = time.perf_counter()
-        self.load_weights(named)
-        if self._quantises_experts:
-            self._has_plain_weights = False
-            digest = quantise_experts(
-                self.layers,
-                number_format=self._formats.weights,
-                power_of_two_scales=self.trace.power_of_two_scales,
-                implementation=self.trace.implementation,
-            )
-        else:
-            digest = plain_digest(dict(self.model.named_parameters()))
-        self._policy_version = policy_version
+        with self._kept_on_failure():
+            self.load_weights(named)
+            digest = self._quantise_weights()
+            self._policy_version = policy_version
         self.seconds["push"] += time.perf_counter() - started
+        return digest
+
+    def recalibrate(
+        self,
+        named: Mapping[str, torch.Tensor],
+        token_batches: Iterable[torch.Tensor],
+        policy_version: int,
+    ) -> str:
+        """Fixes the global scales anew and takes new weights, both or neither.
+
+        Static scales drift away from the weights, see `report.saturation`. The settings, and with
+        them their digest in samples and hints, are others afterwards: the trainer must get them
+        too, and what was rolled out before must be trained on first.
+
+        Args:
+            named: Parameters as of `push_weights`.
+            token_batches: Tokens as of `calibrate`.
+            policy_version: Version of the weights.
+
+        Returns:
+            Digest as of `push_weights`.
+
+        Raises:
+            RuntimeError: As of `calibrate`.
+            ValueError: As of `push_weights` and `calibrate`, or the formats have no global scales.
+        """
+        self._require_calibrated("recalibrate")
+        if not self._formats.weights.has_global_scale:
+            raise ValueError(
+                f"recalibrate has no effect with number_format={self.trace.number_format}, which "
+                "has no global scales; call push_weights"
+            )
+        before = self._settings
+        with self._kept_on_failure():
+            self.load_weights(named)
+            self.calibrate(token_batches)
+            digest = self._quantise_weights()
+            self._policy_version = policy_version
+        assert before is not None, "checked above"
+        assert self._settings is not None, "just calibrated"
+        ratios = [
+            scale / before.global_scales[place]
+            for place, scale in self._settings.global_scales.items()
+        ]
+        _logger.warning(
+            "recalibrated: settings version %d (digest %s instead of %s); global scales changed by "
+            "factors of %.3g to %.3g",
+            self.settings_version,
+            self._settings.digest(),
+            before.digest(),
+            min(ratios),
+            max(ratios),
+        )
         return digest
 
     def generate(
@@ -340,14 +390,31 @@ class RolloutEngine:
                 for sample_id, one in zip(sample_ids, served, strict=True)
                 if one is not None
             ]
-            samples = [self._sample(sample_id, one) for sample_id, one in named]
+            samples = [
+                make_sample(
+                    sample_id,
+                    one,
+                    has_experts=self._has_experts,
+                    policy_version=self._policy_version,
+                    settings_digest=self._settings.digest() if self._settings is not None else "",
+                    rule=self._degeneration,
+                )
+                for sample_id, one in named
+            ]
             storing = time.perf_counter()
             if store is not None and keep:
                 self._store(store, samples, [one.rows.records for _, one in named])
             self.seconds["record"] += time.perf_counter() - storing
         finally:
             self._recorder.stop()
-        self.report = self._report(samples, num_served=len(served))
+        self.report = make_report(
+            samples,
+            num_asked=len(served),
+            counts=self._server.context.counts,
+            sites=self.sites,
+            settings_version=self.settings_version,
+            policy_version=self._policy_version,
+        )
         self.seconds["record"] += self._recorder.seconds - put_before
         self.seconds["rollout"] += time.perf_counter() - started
         return samples
@@ -365,6 +432,35 @@ class RolloutEngine:
             ValueError: A sample is not of it.
         """
         self._server.abort(sample_ids, keep=keep)
+
+    def _quantise_weights(self) -> str:
+        """Quantises what was loaded and gives the digest."""
+        if not self._quantises_experts:
+            return plain_digest(dict(self.model.named_parameters()))
+        self._has_plain_weights = False
+        return quantise_experts(
+            self.layers,
+            number_format=self._formats.weights,
+            power_of_two_scales=self.trace.power_of_two_scales,
+            implementation=self.trace.implementation,
+        )
+
+    @contextlib.contextmanager
+    def _kept_on_failure(self) -> Iterator[None]:
+        """Puts weights, versions and settings back if what is done inside the context fails."""
+        names = ("_policy_version", "_has_plain_weights", "experts_without_calibration")
+        state = {name: getattr(self, name) for name in names}
+        settings, settings_version = self._settings, self.settings_version
+        try:
+            with kept_on_failure(self.model):
+                yield
+        except BaseException:
+            for name, value in state.items():
+                setattr(self, name, value)
+            if settings is not None and self.settings_version != settings_version:
+                self.use_settings(settings)
+                self.settings_version = settings_version
+            raise
 
     def _settings_of(self, scales: dict[Place, float]) -> QuantizerSettings:
         return QuantizerSettings(
@@ -397,60 +493,6 @@ class RolloutEngine:
             for sample in samples:
                 store.drop_sample(sample.sample_id)
             raise
-
-    def _sample(self, sample_id: str, served: Served) -> RolloutSample:
-        assert self._policy_version is not None, "checked by generate"
-        sampled, routing = served.sampled, served.rows.routing
-        num_rows = len(served.tokens) - 1
-        if not self._has_experts:
-            routing = torch.empty(num_rows, 0, 0)
-        if routing is None:
-            raise RuntimeError(f"sample {sample_id}: Megatron's engine recorded no routing")
-        response = served.tokens[served.num_prompt_tokens :]
-        is_sampled = torch.ones(len(response)) if served.given is None else served.given == 0
-        rows = is_sampled.nonzero()[:, 0]
-        return RolloutSample(
-            sample_id=sample_id,
-            prompt_tokens=served.tokens[: served.num_prompt_tokens],
-            response_tokens=response,
-            logprobs=sampled.logprobs,
-            routing=torch.as_tensor(routing, dtype=torch.int16),
-            policy_version=self._policy_version,
-            settings_digest=self._settings.digest() if self._settings is not None else "",
-            finish_reason=served.finish_reason,
-            top_tokens=sampled.top_tokens,
-            top_logprobs=sampled.top_logprobs,
-            given=served.given,
-            degeneration=self._degeneration.degeneration(
-                [response[row] for row in rows.tolist()], sampled.logprobs[rows]
-            ),
-        )
-
-    def _report(self, samples: list[RolloutSample], *, num_served: int) -> RolloutReport:
-        assert self._policy_version is not None, "checked by generate"
-        counts, kept = self._server.context.counts, counts_of_samples(samples)
-        num_kept = kept["finish_reasons"].get("abort", 0)
-        report = RolloutReport(
-            **kept,
-            num_aborted=num_served - len(samples) + num_kept,
-            prefix_tokens=counts["prefix_tokens"],
-            restored_tokens=counts["restored_tokens"],
-            num_evictions=counts["evictions"],
-            saturated_values=self.sites.saturated_values(),
-            quantised_values=dict(self.sites.quantised_values),
-            settings_version=self.settings_version,
-            policy_version=self._policy_version,
-        )
-        share, place = report.largest_saturation
-        if place is not None and share > SATURATION_WARNING:
-            _logger.warning(
-                "layer %d, site %s: %.2g of the values are beyond the largest that the static "
-                "scale of settings version %d has; recalibrate",
-                *place,
-                share,
-                self.settings_version,
-            )
-        return report
 
     def _places(self) -> list[Place]:
         places: list[Place] = []

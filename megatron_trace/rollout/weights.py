@@ -5,8 +5,9 @@ Legend: O output features, K input features of a matrix.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import cast
 
 import torch
@@ -18,6 +19,24 @@ from megatron_trace.formats import NumberFormat, ops
 from megatron_trace.hints.weight_digest import combine_digests, matrix_digest
 from megatron_trace.models.hybrid import DecoderLayer, named_expert_linears
 from megatron_trace.rollout.sites import OPERAND_DTYPE
+
+
+@contextlib.contextmanager
+def kept_on_failure(model: torch.nn.Module) -> Iterator[None]:
+    """Puts the model's parameters back if what is done inside the context fails.
+
+    They are kept in host memory meanwhile, as a device seldom has room for them twice. They stay
+    where they are, so that graphs that read them stay valid.
+    """
+    parameters = [parameter.detach() for parameter in model.parameters()]
+    kept = [torch.empty_like(parameter, device="cpu").copy_(parameter) for parameter in parameters]
+    try:
+        yield
+    except BaseException:
+        with torch.no_grad():
+            for parameter, value in zip(parameters, kept, strict=True):
+                parameter.copy_(value)
+        raise
 
 
 @torch.no_grad()

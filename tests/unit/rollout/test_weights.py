@@ -7,10 +7,16 @@ import torch
 from modelopt.torch.quantization.qtensor import NVFP4QTensor
 
 from megatron_trace.formats import encode, global_scale_from_amax, pack_codes
+from megatron_trace.hints import Site
 from megatron_trace.hints.weight_digest import combine_digests, matrix_digest
 from megatron_trace.models.hybrid import named_expert_linears
 from megatron_trace.testing.rollouts import assert_same_rollout
-from megatron_trace.testing.tiny_rollout import random_prompts, roll_out
+from megatron_trace.testing.tiny_rollout import (
+    calibration_tokens,
+    random_prompts,
+    roll_out,
+    tiny_engine,
+)
 
 
 def _expert_weights(engine):
@@ -104,3 +110,113 @@ def test_weights_that_do_not_fit_are_named_and_nothing_is_copied(
         trace_engine.push_weights(broken, 1)
     for name, parameter in trace_engine.model.named_parameters():
         assert torch.equal(parameter, before[name]), name
+
+
+class _BreaksAt(dict):
+    """Parameters of which one can be looked at, but not be read a second time."""
+
+    def __init__(self, named, name):
+        super().__init__(named)
+        self.name, self.times = name, 0
+
+    def __getitem__(self, name):
+        self.times += name == self.name
+        if self.times > 1 and name == self.name:
+            raise OSError("the trainer's memory is gone")
+        return super().__getitem__(name)
+
+
+def _with_nan(named, name):
+    return named | {name: torch.full_like(named[name], torch.nan)}
+
+
+@pytest.mark.parametrize(
+    ("broken", "error", "message"),
+    [(_with_nan, ValueError, "hold NaN or Inf: layer 1"), (_BreaksAt, OSError, "memory is gone")],
+    ids=["NaN in an expert", "failure amid copying"],
+)
+def test_a_push_that_fails_leaves_the_old_version_serving(
+    trace_engine, weights, other_weights, broken, error, message
+):
+    prompts = random_prompts(6)
+    trace_engine.push_weights(weights, 4)
+    expected = roll_out(trace_engine, prompts)
+    addresses = [p.data_ptr() for p in trace_engine.model.parameters()]
+    with pytest.raises(error, match=message):
+        trace_engine.push_weights(broken(other_weights, _pushed_name(1, 3, "fc2")), 5)
+    again = roll_out(trace_engine, prompts)
+    assert_same_rollout(again, expected)
+    assert {sample.policy_version for sample in again[0]} == {4}
+    assert [p.data_ptr() for p in trace_engine.model.parameters()] == addresses
+    trace_engine.push_weights(other_weights, 5)
+    assert [s.tokens for s in roll_out(trace_engine, prompts)[0]] != [s.tokens for s in expected[0]]
+
+
+def test_scales_and_digest_stay_over_repeated_pushes(trace_engine, weights, other_weights):
+    settings, version = trace_engine.settings, trace_engine.settings_version
+    digests = {trace_engine.push_weights(weights, n) for n in range(3)}
+    trace_engine.push_weights(other_weights, 3)
+    digests.add(trace_engine.push_weights(weights, 4))
+    assert len(digests) == 1
+    assert trace_engine.settings is settings
+    assert trace_engine.settings_version == version
+
+
+@pytest.fixture
+def drifted(weights):
+    """An engine whose weights have outgrown its scales, with those weights."""
+    engine = tiny_engine(weights, hint_layers="all")
+    grown = {
+        name: 4 * value if "linear_qkv" in name and "layer_norm" not in name else value
+        for name, value in weights.items()
+    }
+    engine.push_weights(grown, 1)
+    return engine, grown
+
+
+def _saturation(engine, site) -> float:
+    return max(engine.report.saturation((layer, site)) for layer in (0, 1))
+
+
+def test_values_beyond_a_static_scale_are_counted_and_warned_of(drifted, caplog):
+    engine, _ = drifted
+    roll_out(engine, random_prompts(6))
+    assert _saturation(engine, Site.V) > 0.01
+    assert _saturation(engine, Site.K) < 0.01, "K has a norm of its own"
+    assert "site v: a share of" in caplog.text
+    assert "settings version 1 has; recalibrate" in caplog.text
+
+
+def test_recalibration_sets_new_scales_under_a_new_version_and_says_so(drifted, caplog):
+    engine, grown = drifted
+    before = engine.settings
+    engine.recalibrate(grown, calibration_tokens(), 2)
+    samples, _ = roll_out(engine, random_prompts(6))
+    assert _saturation(engine, Site.V) < 1e-3
+    assert (engine.settings_version, engine.report.settings_version) == (2, 2)
+    assert engine.settings.digest() != before.digest()
+    assert {sample.settings_digest for sample in samples} == {engine.settings.digest()}
+    assert {sample.policy_version for sample in samples} == {2}
+    assert f"digest {engine.settings.digest()} instead of {before.digest()}" in caplog.text
+
+
+def test_a_recalibration_that_fails_changes_neither_scales_nor_weights(drifted):
+    engine, grown = drifted
+    settings, prompts = engine.settings, random_prompts(6)
+    expected = roll_out(engine, prompts)
+    name = _pushed_name(0, 2, "fc1")
+    # Experts are looked at last, when the new scales are there already.
+    tokens = [torch.zeros(1, 1, dtype=torch.int64)] * 2
+    with pytest.raises((ValueError, RuntimeError)):
+        engine.recalibrate(_with_nan(grown, name), [*calibration_tokens(), *tokens], 2)
+    assert engine.settings == settings
+    assert engine.settings_version == 1
+    assert_same_rollout(roll_out(engine, prompts), expected)
+
+
+def test_recalibration_of_formats_without_global_scales_is_refused(weights):
+    engine = tiny_engine(weights, number_format="mxfp4")
+    with pytest.raises(ValueError, match="recalibrate has no effect with number_format=mxfp4"):
+        engine.recalibrate(weights, calibration_tokens(), 1)
+    roll_out(engine, random_prompts(2))
+    assert engine.report.saturated_values == {}
