@@ -145,9 +145,16 @@ class RolloutContext(DynamicInferenceContext):
         length = prefill_chunk_length or req.remaining_prompt_length
         num_skipped = self._compute_prefix_match(req, length)[4]
         self.kv_block_allocator.registers = True
-        super().add_request(req, prefill_chunk_length)
-        index = int(self.total_request_count) - 1
         saved = self.continued.get(req.request_id)
+        prefix_states = self.mamba_slot_allocator
+        if saved is not None:
+            # Megatron would look for its states where a page of the prefix cache ends.
+            self.mamba_slot_allocator = None
+        try:
+            super().add_request(req, prefill_chunk_length)
+        finally:
+            self.mamba_slot_allocator = prefix_states
+        index = int(self.total_request_count) - 1
         if saved is not None:
             self.counts["restored_tokens"] += num_skipped
             self._restore(saved, index, start, start + num_skipped)
@@ -251,6 +258,13 @@ class RolloutContext(DynamicInferenceContext):
             computed = prefill_chunk_length - skipped
             return [], required - allocated, allocated, required, skipped, computed
         shared = skipped // self.block_size_tokens
+        if self.mamba_slot_allocator is not None and start == 0:
+            # Megatron leaves two tokens to compute, if need be by skipping a page less: also to a
+            # page at whose end it has no states, where it then begins from zeros.
+            while shared and not self.mamba_slot_allocator.has_state(matched[shared - 1]):
+                shared -= 1
+            skipped = shared * self.block_size_tokens
+            computed = prefill_chunk_length - skipped
         from_pool += len(matched) - shared
         return matched[:shared], from_pool, allocated, required, skipped, computed
 
@@ -315,7 +329,12 @@ class RolloutContext(DynamicInferenceContext):
                 allocator.store_block_routing(
                     block, here % self.block_size_tokens, saved.routing[here]
                 )
-        if saved.states is not None and stop == saved.num_rows:
+        if saved.states is not None:
+            if stop < saved.num_rows:
+                raise RuntimeError(
+                    f"request {int(self.request_ids[index])}: its states are known after "
+                    f"{saved.num_rows} tokens, but Megatron continues after {stop}"
+                )
             slot = self._slot(index)
             if slot in self._pending_mamba_zeros:
                 self._pending_mamba_zeros.remove(slot)

@@ -6,6 +6,8 @@ Numbers in comments were measured on an AMD EPYC with AVX-512 BF16.
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from modelopt.torch.quantization.nn import TensorQuantizer
@@ -166,31 +168,32 @@ def rollout(engine):
     return roll_out(engine, random_prompts(16, shortest=16, longest=30), max_new_tokens=20)
 
 
+def _score(weights, engine, rollout, method, **options):
+    """Gives the gap of a trainer's log-probs to the rollout's, and its report."""
+    model, sites = tiny_trainer(
+        method,
+        max_sequence_length=MAX_SEQUENCE_LENGTH,
+        settings=engine.settings,
+        **QWEN,
+        **ROTARY,
+        **{"dtype": torch.bfloat16, **options},
+    )
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(weights[name])
+    sites.diagnostics = method != "bf16"
+    samples, store = rollout
+    micro_batch = make_micro_batch(samples, store, sites)
+    with torch.no_grad(), sites.micro_batch(micro_batch):
+        logprobs = token_logprobs(model, sites, micro_batch)
+    gap = logprob_gap(micro_batch.rollout_logprobs, logprobs, micro_batch.loss_mask)
+    return gap, sites.report()
+
+
 @pytest.fixture(scope="module")
 def run(weights, engine, rollout):
-    """Gives the gap of a trainer's log-probs to the rollout's, and its report."""
-
-    def score(method, **options):
-        model, sites = tiny_trainer(
-            method,
-            max_sequence_length=MAX_SEQUENCE_LENGTH,
-            settings=engine.settings,
-            **QWEN,
-            **ROTARY,
-            **{"dtype": torch.bfloat16, **options},
-        )
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                parameter.copy_(weights[name])
-        sites.diagnostics = method != "bf16"
-        samples, store = rollout
-        micro_batch = make_micro_batch(samples, store, sites)
-        with torch.no_grad(), sites.micro_batch(micro_batch):
-            logprobs = token_logprobs(model, sites, micro_batch)
-        gap = logprob_gap(micro_batch.rollout_logprobs, logprobs, micro_batch.loss_mask)
-        return gap, sites.report()
-
-    return score
+    """Gives a function that scores the rollout by a trainer of a method."""
+    return partial(_score, weights, engine, rollout)
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "megatron"])
@@ -201,6 +204,38 @@ def test_guided_codes_are_the_rollouts(run, attention):
         assert counts.guided_values == counts.values > 0
         assert counts.guided_different == 0  # of 605,184 (fc1), 75,648 (k, v)
         assert report.sites[site].coverage == 1.0
+
+
+def test_records_of_shared_cut_and_evicted_requests_guide_a_trainer_to_their_codes(weights):
+    """Prompts that begin alike, chunks of 64 tokens, and pages for some of the requests only."""
+    limits = {"prefix_caching": True, "max_step_tokens": 64, "cache_tokens": 17 * 16}
+    recorded = {"hint_layers": "all", "hint_sites": HINT_SITES, "diagnostic_share": 1.0}
+    engine = tiny_engine(weights, limits=limits, max_requests=20, **recorded, **QWEN, **ROTARY)
+    long = random_prompts(5, shortest=32, longest=48)
+    prompts = [*long, long[0][:16] + long[1][16:], [*long[2][:33], 1, 2, 3]]
+    for seed in (0, 1):
+        rollout = roll_out(engine, prompts, seed=seed, max_new_tokens=14, samples_per_prompt=3)
+        assert engine.report.num_evictions > 0
+        assert engine.report.prefix_tokens > 0
+        gap, report = _score(weights, engine, rollout, "trace")
+        for site in GUIDED:
+            assert report.code_mismatch[site].guided_different == 0
+            assert report.sites[site].coverage == 1.0
+        assert gap.mean < 3e-3  # measured 3e-4 and 4e-4
+
+
+def test_weights_that_are_pushed_leave_no_state_of_the_old_ones(weights):
+    """The prefix cache's states would be found by the same prompts."""
+    changed = {name: value * 1.01 for name, value in weights.items()}
+    prompts = random_prompts(4, shortest=40, longest=48)
+    caching = {"limits": {"prefix_caching": True}, **QWEN, **ROTARY}
+    used = tiny_engine(weights, "bf16", **caching)
+    roll_out(used, prompts)
+    used.push_weights(changed, policy_version=1)
+    fresh = tiny_engine(changed, "bf16", **caching)
+    for ours, theirs in zip(roll_out(used, prompts)[0], roll_out(fresh, prompts)[0], strict=True):
+        assert ours.response_tokens == theirs.response_tokens
+        assert torch.equal(ours.logprobs, theirs.logprobs)
 
 
 def test_guidance_closes_the_gap_to_the_rollout(run):

@@ -23,7 +23,6 @@ from megatron_trace.testing.single_process import QWEN_FIELDS, tiny_moe_config
 PATTERN = "GEGEGE*E"
 MAX_SEQUENCE_LENGTH = 192
 EOD = 15
-NEW_TOKENS = 8
 # Log-probs of about 2.8; a full forward and a decode step add up in other orders. Measured: 4.8e-7.
 TOLERANCE = 1e-6
 
@@ -69,8 +68,8 @@ def _prompts(*lengths, seed=0):
     return [torch.randint(0, EOD, (n,), generator=generator).tolist() for n in lengths]
 
 
-def _serve(server, prompts):
-    sampling = SamplingSettings(max_new_tokens=NEW_TOKENS)
+def _serve(server, prompts, new_tokens=8):
+    sampling = SamplingSettings(max_new_tokens=new_tokens)
     names = [f"s{number}" for number in range(len(prompts))]
     return server.run(prompts, names, sampling=sampling, seeds=range(len(prompts)), keep=False)
 
@@ -131,6 +130,14 @@ def test_a_prefix_in_the_cache_continues_from_its_states(model, server):
     assert cached.context.counts["prefix_tokens"] == 3 * 80
 
 
+def test_a_prompt_one_token_longer_than_its_pages_starts_from_states_that_were_kept(model, server):
+    """Megatron computes at least two tokens; it would skip to a page without states."""
+    cached = server(prefix_caching=True)
+    prompts = _prompts(49) * 3
+    assert _largest_distance(model, _serve(cached, prompts)) < TOLERANCE
+    assert _largest_distance(model, _serve(cached, prompts)) < TOLERANCE
+
+
 def test_chunks_and_prefixes_together(model, server):
     cached = server(prefix_caching=True, max_step_tokens=64)
     (prefix,) = _prompts(130)
@@ -149,6 +156,16 @@ def test_evicted_requests_go_on_with_their_states(model, server, limits):
     crowded = server(cache_tokens=MAX_SEQUENCE_LENGTH + 16, **limits)
     assert _largest_distance(model, _serve(crowded, _prompts(45, 47, 60, 46, 62))) < TOLERANCE
     assert crowded.context.counts["evictions"] > 0
+
+
+def test_chunks_prefixes_and_evictions_at_once(model, server):
+    """An evicted request has found a prefix before, and comes back with the states it left with."""
+    crowded = server(prefix_caching=True, max_step_tokens=64, cache_tokens=18 * 16)
+    (prefix,) = _prompts(83)
+    prompts = [prefix + rest for rest in _prompts(3, 9, 40, 5, 7, 22)]
+    assert _largest_distance(model, _serve(crowded, prompts, new_tokens=40)) < TOLERANCE
+    assert crowded.context.counts["evictions"] > 0
+    assert crowded.context.counts["prefix_tokens"] > 0
 
 
 def test_case_25_buffers_that_move_between_rollouts_are_found(model, server):
