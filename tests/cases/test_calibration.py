@@ -111,7 +111,7 @@ def test_15_a_layer_that_bypasses_its_quantiser_is_named_in_calibration_and_roll
     # With scales from elsewhere nothing is missing, and layer 0's quantiser runs.
     engine.use_settings(settings)
     engine.push_weights(weights, 0)
-    with pytest.raises(RuntimeError, match="layer 1, site fc1 was not quantised in a step .* s0"):
+    with pytest.raises(RuntimeError, match=r"layer 1, site fc1 was not quantised in a step .* s0"):
         roll_out(engine, [[1, 2]])
     sampling = SamplingSettings(max_new_tokens=2)
     with pytest.raises(RuntimeError, match="no quantiser at 1 of 8 places: layer 1 site fc1;"):
