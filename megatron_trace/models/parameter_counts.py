@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 from megatron_trace.models.architecture import Architecture
@@ -49,6 +50,7 @@ class ParameterCounts:
         return self.total - self.inactive_experts
 
 
+@functools.cache
 def parameter_counts(architecture: Architecture) -> ParameterCounts:
     """Gives the numbers of parameters of a model.
 

@@ -19,6 +19,7 @@ ALLOWED = {
     "metrics": {"formats", "hints"},
     "models": {"formats", "hints", "config", "compat"},
     "conversion": {"models"},
+    "planning": {"formats", "hints", "models"},
     "rollout": LEVEL_2,
     "training": LEVEL_2,
     "rl": LEVEL_2 | {"rollout", "training"},
