@@ -11,7 +11,7 @@ from argparse import ArgumentParser, Namespace
 from megatron.training.argument_utils import ArgumentGroupFactory
 
 from megatron_trace.config import RecordedConfig, TraceConfig
-from megatron_trace.rl_config import LossConfig
+from megatron_trace.rl_config import HealthConfig, LossConfig
 
 _PREFIX = "trace_"
 # Shorter names, beside the fields' own.
@@ -63,6 +63,18 @@ def add_loss_arguments(parser: ArgumentParser) -> ArgumentParser:
     return _add_flags(parser, LossConfig, "trace, objective")
 
 
+def add_health_arguments(parser: ArgumentParser) -> ArgumentParser:
+    """Adds one flag for every field of HealthConfig.
+
+    Args:
+        parser: Parser to extend.
+
+    Returns:
+        The same parser.
+    """
+    return _add_flags(parser, HealthConfig, "trace, health")
+
+
 def add_recorded_arguments(parser: ArgumentParser) -> ArgumentParser:
     """Adds the flags of TraceConfig, LossConfig and RecordedConfig, for recorded rollouts.
 
@@ -98,6 +110,18 @@ def loss_config_from_args(args: Namespace) -> LossConfig:
         ValueError: A value is out of range, or settings contradict each other.
     """
     return _from_args(args, LossConfig)
+
+
+def health_config_from_args(args: Namespace) -> HealthConfig:
+    """Gives the HealthConfig that parsed flags describe.
+
+    Args:
+        args: What a parser returned that `add_health_arguments` extended.
+
+    Raises:
+        ValueError: A value is out of range.
+    """
+    return _from_args(args, HealthConfig)
 
 
 def recorded_config_from_args(args: Namespace) -> RecordedConfig:

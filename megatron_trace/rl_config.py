@@ -92,3 +92,30 @@ class LossConfig:
             for field in fields(self)
             if getattr(self, field.name) != field.default
         }
+
+
+@dataclass(frozen=True)
+class HealthConfig:
+    """What a run does about what its steps report.
+
+    Attributes:
+        alarms: `NAME=THRESHOLD:ACTION` each, such as `gap_mean=0.1:stop`; docs/metrics.md lists the
+            names. Actions are `warn`, `drop` (a sample beyond the threshold adds nothing to the
+            step), `bf16` (rollout and training go on in BF16) and `stop` (with a checkpoint). What
+            is given replaces the default ones.
+        max_skipped_steps: Steps with NaN or Inf, in loss or gradient, that a run survives: their
+            update is skipped; one more stops the run with a checkpoint.
+    """
+
+    alarms: tuple[str, ...] = (
+        "gap_mean=0.5:warn",
+        "saturation=0.05:warn",
+        "guard_rejections=0.5:warn",
+        "staleness=2:warn",
+    )
+    max_skipped_steps: int = 3
+
+    def __post_init__(self) -> None:
+        """Raises ValueError on a value out of range; `rl.health` reads the alarms."""
+        if self.max_skipped_steps < 0:
+            raise ValueError(f"max_skipped_steps must be >= 0; got {self.max_skipped_steps}")

@@ -45,8 +45,10 @@ import torch
 from tqdm import tqdm
 
 from megatron_trace.arguments import (
+    add_health_arguments,
     add_loss_arguments,
     add_trace_arguments,
+    health_config_from_args,
     loss_config_from_args,
     trace_config_from_args,
 )
@@ -54,6 +56,7 @@ from megatron_trace.config import TraceConfig
 from megatron_trace.models.hybrid import HybridModules, build_hybrid_model
 from megatron_trace.rl import checkpoint
 from megatron_trace.rl.export import make_items
+from megatron_trace.rl.health import must_stop
 from megatron_trace.rl.metrics_log import MetricsLog, read_metrics
 from megatron_trace.rl.optimizer import OptimizerSettings
 from megatron_trace.rl.report import format_ratios, format_table, save_figure
@@ -118,7 +121,7 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--hint-files", action="store_true", help="hints in files under --output, not in memory"
     )
-    add_loss_arguments(add_trace_arguments(parser))
+    add_health_arguments(add_loss_arguments(add_trace_arguments(parser)))
     parser.set_defaults(trace_diagnostic_share=0.125)
     options = parser.parse_args(arguments)
     if "flags" not in options.runs:
@@ -148,6 +151,7 @@ def run_settings(options: argparse.Namespace, name: str, seed: int) -> RunSettin
     return RunSettings(
         trace=trace_config_from_args(argparse.Namespace(**vars(options) | changes)),
         loss=loss_config_from_args(options),
+        health=health_config_from_args(options),
         optimizer=OptimizerSettings(learning_rate=options.learning_rate),
         trainer_dtype=options.trainer_dtype,
         trainer_attention=options.trainer_attention,
@@ -258,13 +262,23 @@ def do_run(
     for _ in bar:
         metrics = rl_step(run)
         log.append(metrics)
-        bar.set_postfix(
-            reward=f"{metrics['reward']:.2f}", gap=f"{metrics['gap']['mean']:.1e}", refresh=False
-        )
+        gap = metrics["gap"]["mean"] or 0.0  # None where no sample was trained on.
+        bar.set_postfix(reward=f"{metrics['reward']:.2f}", gap=f"{gap:.1e}", refresh=False)
         done = run.progress.step
-        if options.save_every and (done % options.save_every == 0 or done == options.steps):
+        # A run whose updates were all skipped is as it was at the start.
+        saves = options.save_every and run.progress.num_updates
+        if saves and (done % options.save_every == 0 or done == options.steps):
             saved = checkpoint.save(run, folder / "checkpoints", identity=identity)
             checkpoint.drop_others(saved)
+        if reason := must_stop(metrics):
+            log.close()
+            told = "no update was done"
+            if run.progress.num_updates:
+                saved = checkpoint.save(run, folder / "checkpoints", identity=identity)
+                told = f"{saved} holds the run, and --resume continues it"
+            raise SystemExit(
+                f"\n{title}: stopped after step {metrics['step']}, as {reason}; {told}"
+            )
     log.close()
     accuracies = json.loads(before_file.read_text()), evaluate(run, held_out)
     print(f"{title}: {options.steps} steps, held-out accuracy {accuracies[1]:.3f}", flush=True)

@@ -23,6 +23,7 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
 from megatron_trace import compat
 from megatron_trace.hints.settings_file import settings_from_record, settings_record
+from megatron_trace.rl.fallback import fall_back_to_bf16
 from megatron_trace.rl.run import Progress, RlRun, use_settings_of_engine
 
 _FORMAT = "megatron_trace RL checkpoint"
@@ -40,9 +41,9 @@ def save(run: RlRun, folder: str | Path, *, identity: Mapping[str, Any]) -> Path
             values that JSON can hold.
 
     Raises:
-        ValueError: The run did no step yet.
+        ValueError: The run did no optimizer step yet.
     """
-    if run.progress.step == 0:
+    if run.progress.num_updates == 0:
         # Megatron could save it, but then not load it, for want of Adam's moments.
         raise ValueError(
             "a run has no optimizer state to save before its first step; start it anew instead"
@@ -119,6 +120,9 @@ def resume(run: RlRun, checkpoint: str | Path, *, identity: Mapping[str, Any]) -
                 f"{checkpoint} is of another run: {name} was {saved!r}, now it is {own!r}; resume "
                 "with the settings of the run that was saved"
             )
+    progress = Progress(**record["progress"])
+    if progress.in_bf16 and not run.progress.in_bf16:
+        fall_back_to_bf16(run)
     state: Any = dist_checkpointing.load(_sharded_state(run, is_loading=True), str(checkpoint))
     for sample_id in run.store.sample_ids():
         run.store.drop_sample(sample_id)
@@ -126,7 +130,7 @@ def resume(run: RlRun, checkpoint: str | Path, *, identity: Mapping[str, Any]) -
     run.optimizer.load_state_dict(state["optimizer"])
     torch.set_rng_state(state["random_states"]["torch"])
     _random_tracker().set_states(state["random_states"]["tracker"])
-    run.progress = Progress(**record["progress"])
+    run.progress = progress
     settings = record["quantizer_settings"]
     if settings is not None:
         run.engine.use_settings(settings_from_record(settings))

@@ -19,6 +19,7 @@ from megatron_trace.rl.objectives.settings import LossSettings
 from megatron_trace.rl.objectives.terms import Terms
 from megatron_trace.rl.objectives.token_clip import token_clip
 from megatron_trace.rl.objectives.values import PolicyBatch, ResponseTokens, response_tokens
+from megatron_trace.training.rounding import NonFiniteError
 
 OBJECTIVES: dict[str, Callable[[ResponseTokens, LossSettings], Terms]] = {
     "grpo": token_clip,
@@ -128,11 +129,13 @@ def policy_loss(
         and has zero gradients.
 
     Raises:
-        NonFiniteError: A value inside the mask is NaN or Inf.
+        NonFiniteError: A value inside the mask, or the loss, is NaN or Inf.
         ValueError: Shapes or dtypes contradict each other, or `num_units` is less than what the
             micro-batch has.
     """
     loss, sums = summed_loss(batch, settings)
+    if not torch.isfinite(loss):
+        raise NonFiniteError(f"the loss must be finite; got {loss.item()}")
     here = count_units(batch.mask, settings, batch.own)
     if num_units < here:
         raise ValueError(

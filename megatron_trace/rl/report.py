@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -121,14 +122,15 @@ def save_figure(
     sites = _compared_sites(runs)
     for number, run in enumerate(runs):
         style = {"color": f"C{number}", "label": run.name}
-        gap_axes.plot([record["gap"]["mean"] for record in records[run.name]], **style)
+        gaps = [record["gap"]["mean"] for record in records[run.name]]
+        gap_axes.plot([math.nan if gap is None else gap for gap in gaps], **style)
         reward_axes.plot([record["reward"] for record in records[run.name]], **style)
         places = [place for place, site in enumerate(sites) if site in run.mismatch]
         shares = [run.mismatch[sites[place]].as_trained for place in places]
         lefts = [place + (number - (len(runs) - 1) / 2) * width for place in places]
         bars = mismatch_axes.bar(lefts, shares, width, **style)
         mismatch_axes.bar_label(bars, [f"{s:.0e}" if s else "0" for s in shares], fontsize=7)
-    if any(record["gap"]["mean"] > 0 for steps in records.values() for record in steps):
+    if any((record["gap"]["mean"] or 0) > 0 for steps in records.values() for record in steps):
         gap_axes.set_yscale("log")
     gap_axes.set(
         title="mean |log-prob gap|, rollout against training", xlabel="step", ylabel="nats"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -20,6 +20,7 @@ from megatron_trace.hints.files_writer import HintFilesWriter
 from megatron_trace.hints.store import HintStore
 from megatron_trace.hints.types import QuantizerSettings
 from megatron_trace.models.expert_names import local_name
+from megatron_trace.rl.health import parse_alarms, require_measurable
 from megatron_trace.rl.objectives.settings import LossSettings, loss_settings
 from megatron_trace.rl.optimizer import OptimizerSettings, build_optimizer
 from megatron_trace.rl.rewards import AnswerFormat, score_samples
@@ -29,7 +30,7 @@ from megatron_trace.rl.tasks import (
     TaskItem,
     encode_prompts,
 )
-from megatron_trace.rl_config import LossConfig
+from megatron_trace.rl_config import HealthConfig, LossConfig
 from megatron_trace.rollout.engine import RolloutEngine
 from megatron_trace.rollout.sampling import SamplingSettings
 from megatron_trace.rollout.weights import plain_digest
@@ -48,6 +49,7 @@ class RunSettings:
     Attributes:
         trace: Method and hints.
         loss: Objective, corrections, bound of staleness.
+        health: Alarms, and steps with NaN or Inf that are survived.
         optimizer: Optimizer.
         trainer_dtype: dtype of the trainer; the rollout computes in BF16.
         trainer_attention: Attention arithmetic of the trainer, see `build_trainer_model`. The
@@ -67,6 +69,7 @@ class RunSettings:
 
     trace: TraceConfig
     loss: LossConfig = field(default_factory=LossConfig)
+    health: HealthConfig = field(default_factory=HealthConfig)
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
     trainer_dtype: Literal["bf16", "fp32"] = "bf16"
     trainer_attention: TrainerAttention = "megatron"
@@ -99,6 +102,7 @@ class RunSettings:
         if self.trainer_dtype not in TRAINER_DTYPES:
             raise ValueError(f"trainer_dtype must be bf16 or fp32; got {self.trainer_dtype!r}")
         loss_settings(self.trace.method, self.loss)
+        parse_alarms(self.health)
 
     @property
     def objective(self) -> LossSettings:
@@ -124,11 +128,39 @@ class Progress:
         step: Steps done; the next step has this number.
         policy_version: Version of the weights that the engine holds.
         prompt_cursor: Prompts taken from the training items.
+        num_updates: Optimizer steps that were done.
+        skipped_updates: Optimizer steps that were skipped for NaN or Inf.
+        in_bf16: Whether an alarm made the run go on in BF16.
+        first_nearest_mismatch: Largest mismatch to nearest of all sites in the first step that had
+            diagnostics; None before it.
     """
 
     step: int = 0
     policy_version: int = 0
     prompt_cursor: int = 0
+    num_updates: int = 0
+    skipped_updates: int = 0
+    in_bf16: bool = False
+    first_nearest_mismatch: float | None = None
+
+
+@dataclass(frozen=True)
+class RunParts:
+    """What of a run depends on its method.
+
+    Attributes:
+        model: Trainer model.
+        ddp: Its DDP wrapper.
+        optimizer: Megatron's optimizer.
+        sites: Quantisers and micro-batch in force of the trainer model.
+        engine: Rollout engine.
+    """
+
+    model: HybridModel
+    ddp: DistributedDataParallel
+    optimizer: MegatronOptimizer
+    sites: TraceSites
+    engine: RolloutEngine
 
 
 @dataclass
@@ -145,6 +177,7 @@ class RlRun:
         optimizer: Megatron's optimizer.
         sites: Quantisers and micro-batch in force of the trainer model.
         engine: Rollout engine.
+        build_parts: Builds all of these five anew under other settings.
         store: Hints of the samples that are not trained on yet.
         progress: How far the run is.
         reader: Reads the files of `store` in the thread that reads ahead; None without files.
@@ -160,6 +193,7 @@ class RlRun:
     optimizer: MegatronOptimizer
     sites: TraceSites
     engine: RolloutEngine
+    build_parts: Callable[[RunSettings], RunParts]
     store: HintStore | HintFilesWriter = field(default_factory=HintStore)
     progress: Progress = field(default_factory=Progress)
     reader: HintFiles | None = None
@@ -234,6 +268,7 @@ def build_run(
             f"updates_per_rollout={settings.updates_per_rollout} (must be 1): all hints of a step "
             "are in memory then; leave it out"
         )
+    require_measurable(settings.health, settings.trace)
     prompts = encode_prompts(
         items,
         tokenizer,
@@ -247,25 +282,32 @@ def build_run(
         "rotary_percent": rotary_percent,
         "rotary_base": rotary_base,
     }
-    model, sites = build_trainer_model(
-        model_config,
-        **size,
-        trace=settings.trace,
-        dtype=TRAINER_DTYPES[settings.trainer_dtype],
-        attention=settings.trainer_attention,
-    )
-    sites.diagnostics = settings.trace.diagnostic_share > 0
-    engine = RolloutEngine(
-        without_recipe(model_config),
-        **size,
-        trace=settings.trace,
-        eod_token=END_TOKEN,
-        max_requests=settings.max_requests,
-        model_id=model_id,
-    )
-    ddp, optimizer = build_optimizer(model, settings.optimizer)
+
+    def build_parts(settings: RunSettings) -> RunParts:
+        model, sites = build_trainer_model(
+            model_config,
+            **size,
+            trace=settings.trace,
+            dtype=TRAINER_DTYPES[settings.trainer_dtype],
+            attention=settings.trainer_attention,
+        )
+        sites.diagnostics = settings.trace.diagnostic_share > 0
+        sites.compares_replayed_routing = True
+        engine = RolloutEngine(
+            without_recipe(model_config),
+            **size,
+            trace=settings.trace,
+            eod_token=END_TOKEN,
+            max_requests=settings.max_requests,
+            model_id=model_id,
+        )
+        return RunParts(model, *build_optimizer(model, settings.optimizer), sites, engine)
+
+    parts = build_parts(settings)
     store = HintStore() if hint_folder is None else HintFilesWriter(hint_folder)
-    run = RlRun(settings, tokenizer, items, prompts, model, ddp, optimizer, sites, engine, store)
+    run = RlRun(
+        settings, tokenizer, items, prompts, **vars(parts), build_parts=build_parts, store=store
+    )
     if hint_folder is not None:
         run.reader, run.max_hint_bytes = HintFiles(hint_folder), max_hint_bytes
     return run

@@ -10,6 +10,8 @@ Legend: G prompt groups, N samples of a group, B samples of a micro-batch, S pos
 from __future__ import annotations
 
 import dataclasses
+import logging
+import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,6 +25,9 @@ from megatron_trace.hints.files_writer import HintFilesWriter
 from megatron_trace.hints.types import RolloutSample
 from megatron_trace.metrics import LogprobGap, logprob_gap
 from megatron_trace.rl.advantages import group_advantages
+from megatron_trace.rl.fallback import fall_back_to_bf16
+from megatron_trace.rl.health import non_finite_alarm, parse_alarms, raised, samples_to_drop
+from megatron_trace.rl.health_metrics import health_of, largest_nearest, nearest_growth
 from megatron_trace.rl.losses import LossSums, policy_loss
 from megatron_trace.rl.objectives.values import PolicyBatch
 from megatron_trace.rl.prompt_order import rows_of_step
@@ -37,9 +42,11 @@ from megatron_trace.training.model import (
     top_logprobs_of_logits,
 )
 from megatron_trace.training.prefetch import MicroBatchPrefetcher
+from megatron_trace.training.rounding import NonFiniteError
 
 # Rollouts of a run, and of runs with neighbouring seeds, must not share a sampling seed.
 _SEEDS_PER_RUN = 1_000_003
+_logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -85,6 +92,8 @@ class Update:
         rollout_logprobs: FP32 [response tokens] of each micro-batch.
         old_logprobs: The trainer's before the step, likewise.
         hint_bytes_per_token: Bytes that a token's hints take in the store.
+        num_skipped: Optimizer steps that were not done, as something was NaN or Inf.
+        num_dropped: Samples that an alarm left out.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -93,14 +102,20 @@ class Update:
     rollout_logprobs: list[torch.Tensor] = field(default_factory=list)
     old_logprobs: list[torch.Tensor] = field(default_factory=list)
     hint_bytes_per_token: int = 0
+    num_skipped: int = 0
+    num_dropped: int = 0
 
 
 def rl_step(run: RlRun) -> dict[str, Any]:
     """Does one step and gives its metrics, plain numbers that JSON can hold.
 
+    An optimizer step whose loss or gradient is NaN or Inf is skipped and counted: weights and
+    optimizer state stay what they were. Alarms are checked at the end (`rl.health`); whoever drives
+    the run asks `health.must_stop` of the metrics, and saves a checkpoint then.
+
     Raises:
         RuntimeError: A protocol between the sides is broken: a quantiser did not run, weights
-            differ after the push, or gradients are not finite. The run must be resumed from a
+            differ after the push, or an optimizer step failed. The run must be resumed from a
             checkpoint.
     """
     seconds: dict[str, float] = {}
@@ -115,20 +130,49 @@ def rl_step(run: RlRun) -> dict[str, Any]:
         rewards = rewards_of(run, samples, rows)
         chosen = choose(run, samples, rewards)
         update = train(run, chosen.samples, chosen.advantages)
-        if chosen.samples:
+        if chosen.samples and not update.num_skipped:
             run.sites.assert_ran()
 
+    trained_version = run.progress.policy_version
     with _timed(seconds, "push"):
         run.push_weights(run.progress.policy_version + 1)
     run.store.expire(before=run.progress.policy_version)
 
-    metrics = step_metrics(run, samples, rewards, chosen, update, seconds)
+    metrics = step_metrics(
+        run, samples, rewards, chosen, update, seconds, trained_version=trained_version
+    )
+    _note_health(run, metrics)
     run.progress = dataclasses.replace(
         run.progress,
         step=run.progress.step + 1,
         prompt_cursor=run.progress.prompt_cursor + len(rows),
     )
+    if any(alarm["action"] == "bf16" for alarm in metrics["alarms"]):
+        fall_back_to_bf16(run)
     return metrics
+
+
+def _note_health(run: RlRun, metrics: dict[str, Any]) -> None:
+    """Adds what depends on earlier steps, and the alarms, to a step's metrics."""
+    health, progress = metrics["health"], run.progress
+    first = progress.first_nearest_mismatch
+    if first is None:
+        first = largest_nearest(health)
+    skipped = progress.skipped_updates + metrics["skipped_updates"]
+    run.progress = dataclasses.replace(
+        progress,
+        first_nearest_mismatch=first,
+        skipped_updates=skipped,
+        num_updates=progress.num_updates + metrics["updates"],
+    )
+    health["nearest_growth"] = nearest_growth(health, first)
+    health["skipped_updates"] = skipped
+    alarms = parse_alarms(run.settings.health)
+    if progress.in_bf16:
+        alarms = [alarm for alarm in alarms if alarm.action != "bf16"]
+    metrics["alarms"] = raised(alarms, metrics)
+    if metrics["skipped_updates"]:
+        metrics["alarms"].append(non_finite_alarm(run.settings.health, skipped))
 
 
 def roll_out(run: RlRun) -> tuple[list[RolloutSample], list[int]]:
@@ -272,32 +316,19 @@ def _optimizer_step(
     run.ddp.zero_grad_buffer()
     run.optimizer.zero_grad()
     total = 0.0
-    for batch in batches:
-        with run.sites.micro_batch(batch.micro_batch):
-            logprobs, top_logprobs = _logprobs(run, batch.micro_batch)
-            if batch.old_logprobs is None:
-                batch.old_logprobs = logprobs.detach()
-            loss, sums = policy_loss(
-                PolicyBatch(
-                    theta=logprobs,
-                    old=batch.old_logprobs,
-                    rollout=batch.micro_batch.rollout_logprobs,
-                    advantages=batch.advantages,
-                    mask=batch.micro_batch.loss_mask,
-                    top_theta=top_logprobs,
-                    top_rollout=None if top_logprobs is None else batch.micro_batch.top_logprobs,
-                ),
-                num_units=num_units,
-                settings=run.settings.objective,
-            )
-            loss.backward()
-        total += loss.item()
-        update.sums += sums
-        mask, hints = batch.micro_batch.loss_mask, batch.micro_batch.hints
-        update.rollout_logprobs.append(batch.micro_batch.rollout_logprobs[mask])
-        update.old_logprobs.append(batch.old_logprobs[mask])
-        update.hint_bytes_per_token = sum(rows.stored_bytes for rows in hints.values())
-    finalize_model_grads([run.ddp])
+    try:
+        for batch in batches:
+            total += _add_gradient(run, batch, num_units, update)
+        finalize_model_grads([run.ddp])
+        _require_finite_gradients(run)
+    except NonFiniteError as error:
+        _logger.warning(
+            "step %d: the update is skipped, nothing changes: %s", run.progress.step, error
+        )
+        run.ddp.zero_grad_buffer()
+        run.optimizer.zero_grad()
+        update.num_skipped += 1
+        return
     result: Any = run.optimizer.step()
     succeeded, grad_norm, _ = result
     if not succeeded or not torch.isfinite(torch.tensor(grad_norm)):
@@ -307,6 +338,48 @@ def _optimizer_step(
         )
     update.losses.append(total)
     update.grad_norms.append(float(grad_norm))
+
+
+def _add_gradient(run: RlRun, batch: TrainingBatch, num_units: int, update: Update) -> float:
+    """Adds a micro-batch to the gradient and to what the step reports; gives its loss."""
+    micro_batch = batch.micro_batch
+    with run.sites.micro_batch(micro_batch):
+        logprobs, top_logprobs = _logprobs(run, micro_batch)
+        if batch.old_logprobs is None:
+            batch.old_logprobs = logprobs.detach()
+        mask, old = micro_batch.loss_mask, batch.old_logprobs
+        dropped = samples_to_drop(
+            parse_alarms(run.settings.health), old - micro_batch.rollout_logprobs, mask
+        )
+        loss, sums = policy_loss(
+            PolicyBatch(
+                theta=logprobs,
+                old=old,
+                rollout=micro_batch.rollout_logprobs,
+                advantages=batch.advantages,
+                mask=mask & ~dropped[:, None],
+                top_theta=top_logprobs,
+                top_rollout=None if top_logprobs is None else micro_batch.top_logprobs,
+            ),
+            num_units=num_units,
+            settings=run.settings.objective,
+        )
+        loss.backward()
+    update.sums += sums
+    update.num_dropped += int(dropped.sum())
+    update.rollout_logprobs.append(micro_batch.rollout_logprobs[mask])
+    update.old_logprobs.append(old[mask])
+    update.hint_bytes_per_token = sum(rows.stored_bytes for rows in micro_batch.hints.values())
+    return loss.item()
+
+
+def _require_finite_gradients(run: RlRun) -> None:
+    """Raises NonFiniteError if a gradient is NaN or Inf; Megatron's optimizer would take it."""
+    ddp: Any = run.ddp  # torch has a method `buffers`, Megatron's DDP a list.
+    buffers = (*ddp.buffers, *ddp.expert_parallel_buffers)
+    finite = torch.stack([buffer.grad_data.isfinite().all() for buffer in buffers])
+    if not finite.all():
+        raise NonFiniteError("the gradient must be finite; got NaN or Inf")
 
 
 def _logprobs(run: RlRun, micro_batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -326,9 +399,12 @@ def step_metrics(
     chosen: Chosen,
     update: Update,
     seconds: dict[str, float],
+    *,
+    trained_version: int,
 ) -> dict[str, Any]:
-    """Gives the metrics of a step that was just done."""
-    gap = _gap(update)
+    """Gives the metrics of a step that was just done, of weights of `trained_version`."""
+    gap, report = _gap(update), run.sites.report()
+    lags = [trained_version - sample.policy_version for sample in samples]
     spread = rewards.amax(dim=1) > rewards.amin(dim=1)
     lengths = [len(sample.response_tokens) for sample in samples]
     return {
@@ -337,14 +413,28 @@ def step_metrics(
         "reward": rewards.mean().item(),
         "groups_with_spread": spread.float().mean().item(),
         "response_tokens": sum(lengths) / len(lengths),
+        "response_tokens_max": max(lengths),
         "unfinished": sum(s.finish_reason != "stop" for s in samples) / len(samples),
         "stale_dropped": chosen.num_stale,
         "without_spread_dropped": chosen.num_without_spread,
         "loss": sum(update.losses) / max(len(update.losses), 1),
         "grad_norm": max(update.grad_norms, default=0.0),
         **update.sums.means(),
-        "gap": dataclasses.asdict(gap),
-        "quantisers": run.sites.report().as_dict(),
+        "gap": {
+            name: None if math.isnan(value) else value
+            for name, value in dataclasses.asdict(gap).items()
+        },
+        "health": health_of(report, run.engine.report)
+        | {"lag_mean": sum(lags) / len(lags), "lag_max": max(lags)},
+        "updates": len(update.losses),
+        "skipped_updates": update.num_skipped,
+        "dropped_samples": update.num_dropped,
+        "quantisers": report.as_dict(),
+        "rollout": {
+            name: value
+            for name, value in run.engine.report.as_dict().items()
+            if name != "settings_version"  # Counted in a process, so that a resumed one differs.
+        },
         "hint_bytes_per_token": update.hint_bytes_per_token,
         "kv_bytes_per_token": run.engine.kv_bytes_per_token,
         "kv_bytes_per_token_bf16": run.engine.kv_bytes_per_token_bf16,

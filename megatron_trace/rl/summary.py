@@ -111,7 +111,9 @@ def summarise(
     if not records:
         raise ValueError(f"run {name}, seed {seed}: no step to summarise")
     fifth = max(1, len(records) // 5)
-    tokens = [record["gap"]["num_tokens"] for record in records]
+    # A step of which every sample was left out has no gap.
+    gaps = [record["gap"] for record in records if record["gap"]["num_tokens"]]
+    tokens = [gap["num_tokens"] for gap in gaps]
     counts = _site_counts(records)
     return RunSummary(
         name=name,
@@ -120,10 +122,10 @@ def summarise(
         reward_last=_mean([record["reward"] for record in records[-fifth:]]),
         held_out_first=held_out[0],
         held_out_last=held_out[1],
-        gap_mean=_mean([record["gap"]["mean"] for record in records], tokens),
-        gap_p99=_mean([record["gap"]["p99"] for record in records]),
-        gap_max=max(record["gap"]["max"] for record in records),
-        kl=_mean([record["gap"]["kl"] for record in records], tokens),
+        gap_mean=_mean([gap["mean"] for gap in gaps], tokens),
+        gap_p99=_mean([gap["p99"] for gap in gaps]),
+        gap_max=max((gap["max"] for gap in gaps), default=math.nan),
+        kl=_mean([gap["kl"] for gap in gaps], tokens),
         mismatch=_mismatch(records),
         coverage=ratio(
             counts["guided"],

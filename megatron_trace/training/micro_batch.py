@@ -68,7 +68,7 @@ class MicroBatch:
         order: Where the samples stand among the rows.
         sample_ids: [B] names.
         tokens: int64 [B, S + 1].
-        loss_mask: bool [B, S]; True where token s + 1 is part of the response.
+        loss_mask: bool [B, S]; True where token s + 1 was sampled as part of the response.
         rollout_logprobs: FP32 [B, S]; the rollout's log-probability of token s + 1, 0 elsewhere.
         valid: bool [S, B]; real tokens.
         token_rows: Rows of the router and the experts: those of this rank's tokens.
@@ -299,7 +299,7 @@ def stage_micro_batch(
     for b, sample in enumerate(samples):
         response = slice(len(sample.prompt_tokens) - 1, sample.num_rows)
         tokens[b, : len(sample.tokens)] = torch.tensor(sample.tokens)
-        loss_mask[b, response] = True
+        loss_mask[b, response] = True if sample.given is None else sample.given == 0
         rollout_logprobs[b, response] = sample.logprobs.float()
         valid[: sample.num_rows, b] = True
     rows = order.rows()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,7 +12,7 @@ import torch
 from megatron_trace.formats import unpack_hint
 from megatron_trace.hints.types import Site
 from megatron_trace.metrics import CodeMismatch, compare_codes
-from megatron_trace.training.rounding import HintRows, Rounding, saturated_blocks
+from megatron_trace.training.rounding import HintRows, PackedRows, Rounding, saturated_blocks
 from megatron_trace.training.shape import ExpertMatrix, Place
 from megatron_trace.training.slots import SlotRows
 
@@ -60,6 +60,39 @@ class SiteReport:
 
 
 @dataclass(frozen=True)
+class ActivationDifference:
+    """How far an operand of training is from the rollout's, over the diagnostic rows of a place.
+
+    Sums of squares, in FP64: of training's operand as it was rounded less the rollout's, of what
+    rounding to nearest would have given less the rollout's, and of the rollout's itself.
+
+    Attributes:
+        trained: Of the operand that training used.
+        nearest: Of the operand that rounding to nearest gives.
+        rollout: Of the rollout's operand.
+    """
+
+    trained: float = 0.0
+    nearest: float = 0.0
+    rollout: float = 0.0
+
+    def __add__(self, other: ActivationDifference) -> ActivationDifference:
+        """Adds the sums."""
+        return ActivationDifference(
+            self.trained + other.trained, self.nearest + other.nearest, self.rollout + other.rollout
+        )
+
+    def shares(self) -> dict[str, float | None]:
+        """Gives the relative L2 differences; None where the rollout's operand is all 0."""
+        if not self.rollout:
+            return {"as_trained": None, "nearest": None}
+        return {
+            "as_trained": (self.trained / self.rollout) ** 0.5,
+            "nearest": (self.nearest / self.rollout) ** 0.5,
+        }
+
+
+@dataclass(frozen=True)
 class TraceReport:
     """Counts of one trainer model.
 
@@ -68,9 +101,10 @@ class TraceReport:
         weight_uses: Forward passes that took a quantised expert weight.
         weights_quantised: Expert weights that had to be quantised for them.
         routing_compared: (token, MoE layer) pairs whose live routing was compared with the
-            rollout's; 0 while routing is replayed.
+            rollout's; 0 while routing is replayed, unless that is compared too.
         routing_different: Those whose expert sets differ.
         code_mismatch: Agreement with the rollout's full codes, by site; needs diagnostics.
+        activation_difference: D_act, by place; of this rank, and needs diagnostics.
     """
 
     sites: Mapping[Site, SiteReport] = field(default_factory=dict)
@@ -79,6 +113,7 @@ class TraceReport:
     routing_compared: int = 0
     routing_different: int = 0
     code_mismatch: Mapping[Site, CodeMismatch] = field(default_factory=dict)
+    activation_difference: Mapping[Place, ActivationDifference] = field(default_factory=dict)
 
     @property
     def routing_mismatch(self) -> float | None:
@@ -89,12 +124,16 @@ class TraceReport:
 
     def as_dict(self) -> dict[str, Any]:
         """Gives plain numbers for a JSON line."""
-        plain = asdict(self)
+        plain = {f.name: getattr(self, f.name) for f in fields(self)}
         for name in ("sites", "code_mismatch"):
-            plain[name] = {str(site): counts for site, counts in plain[name].items()}
+            plain[name] = {str(site): asdict(counts) for site, counts in plain[name].items()}
         for site, counts in self.sites.items():
             plain["sites"][str(site)]["coverage"] = counts.coverage
         plain["routing_mismatch"] = self.routing_mismatch
+        by_site: dict[str, dict[str, Any]] = {}
+        for (layer, site), difference in sorted(self.activation_difference.items()):
+            by_site.setdefault(str(site), {})[str(layer)] = difference.shares()
+        plain["activation_difference"] = by_site
         return plain
 
 
@@ -106,6 +145,7 @@ class Tally:
         self.weight_uses: Counter[ExpertMatrix] = Counter()
         self.weights_quantised = 0
         self.code_mismatch: dict[Place, CodeMismatch] = {}
+        self.activation_difference: dict[Place, ActivationDifference] = {}
         self._rows: dict[Place, dict[str, int | torch.Tensor]] = {}
         self._routing: list[tuple[int, torch.Tensor]] = []
 
@@ -210,6 +250,9 @@ class Tally:
             rounding.number_format,
         )
         self.code_mismatch[place] = self.code_mismatch.get(place, CodeMismatch()) + mismatch
+        difference = activation_difference(values[known], rounding, full, known)
+        seen = self.activation_difference.get(place, ActivationDifference())
+        self.activation_difference[place] = seen + difference
 
     def report(self) -> TraceReport:
         """Gives the counts so far."""
@@ -229,4 +272,34 @@ class Tally:
             routing_compared=sum(compared for compared, _ in self._routing),
             routing_different=sum(int(different) for _, different in self._routing),
             code_mismatch={site: mismatch[site] for site in Site if site in mismatch},
+            activation_difference=dict(self.activation_difference),
         )
+
+
+@torch.no_grad()
+def activation_difference(
+    values: torch.Tensor, rounding: Rounding, full: HintRows, known: torch.Tensor
+) -> ActivationDifference:
+    """Compares an operand of training with the rollout's, which its full codes tell.
+
+    Args:
+        values: float [rows, K]; the trainer's values in the rows that have full codes.
+        rounding: How the rows of the micro-batch are rounded.
+        full: The rollout's full codes of the rows of the micro-batch.
+        known: bool [N]; the rows that have full codes.
+    """
+    rollout = PackedRows(
+        full.payload[known],
+        full.scale_bytes[known],
+        rounding.global_scale,
+        rounding.operand_dtype,
+        rounding.number_format,
+    ).values(torch.float32)
+    nearest = replace(rounding, hint=None).quantised(values).float()
+    trained = nearest
+    if rounding.hint is not None:
+        hint = rounding.hint.mapped(lambda rows: rows[known])
+        trained = replace(rounding, hint=hint).quantised(values).float()
+    squares = ((trained - rollout), (nearest - rollout), rollout)
+    sums = torch.stack([of.double().square().sum() for of in squares]).tolist()
+    return ActivationDifference(*sums)

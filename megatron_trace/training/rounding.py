@@ -27,6 +27,10 @@ def move_together(move: RowMove, *parts: torch.Tensor) -> list[torch.Tensor]:
     return [part.contiguous() for part in moved.split([part.shape[-1] for part in parts], dim=-1)]
 
 
+class NonFiniteError(ValueError):
+    """A value that is trained on, an activation, log-prob or loss, is NaN or Inf."""
+
+
 @dataclass(frozen=True)
 class HintRows:
     """Records of one place in the order of some rows.
@@ -300,7 +304,7 @@ def saturated_blocks(
 
 
 def require_finite(values: torch.Tensor, where: str, row_name: Callable[[int], str]) -> None:
-    """Raises ValueError naming the first NaN or Inf of float [N, K].
+    """Raises NonFiniteError naming the first NaN or Inf of float [N, K].
 
     Args:
         values: What is about to be quantised.
@@ -311,7 +315,7 @@ def require_finite(values: torch.Tensor, where: str, row_name: Callable[[int], s
     if finite.all():
         return
     row, column = (~finite).nonzero()[0].tolist()
-    raise ValueError(
+    raise NonFiniteError(
         f"{values[row, column].item()} at {where}, {row_name(row)}, column {column}: quantisers "
         "need finite values; look at the loss and the gradient norm of the steps before"
     )

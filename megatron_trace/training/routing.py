@@ -44,6 +44,10 @@ class KeyedRouterReplay(RouterReplay):
         assert default_compute_topk is not None, "Megatron passes its own top-k"
         target = self.sites.replayed_experts(self.moe_layer, scores.shape[0])
         if target is not None:
+            if self.sites.compares_replayed_routing:
+                with torch.no_grad():
+                    _, own = default_compute_topk(scores, topk, num_groups, group_topk)
+                self.sites.compare_routing(self.moe_layer, own)
             return scores.gather(1, target), target
         values, indices = default_compute_topk(scores, topk, num_groups, group_topk)
         self.sites.compare_routing(self.moe_layer, indices)

@@ -60,12 +60,15 @@ class TraceSites:
     Attributes:
         diagnostics: Whether codes are compared with the rollout's full codes. Set it before
             micro-batches are made: they carry the codes.
+        compares_replayed_routing: Whether the experts that a router would choose are compared with
+            the rollout's also while the rollout's are replayed.
     """
 
     def __init__(self, trace: TraceConfig, model: DecoderModel, shape: ModelShape) -> None:
         self.trace = trace
         self.shape = shape
         self.diagnostics = False
+        self.compares_replayed_routing = False
         self._model = model
         self._settings: QuantizerSettings | None = None
         self._scopes = Scopes(model)

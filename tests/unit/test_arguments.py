@@ -9,16 +9,19 @@ import sys
 import pytest
 
 from megatron_trace.arguments import (
+    add_health_arguments,
+    add_loss_arguments,
     add_recorded_arguments,
     add_trace_arguments,
     attribute_docs,
+    health_config_from_args,
     loss_config_from_args,
     recorded_config_from_args,
     require_agreement,
     trace_config_from_args,
 )
 from megatron_trace.config import RecordedConfig, TraceConfig
-from megatron_trace.rl_config import LossConfig
+from megatron_trace.rl_config import HealthConfig, LossConfig
 
 EVERY_FLAG = """
     --trace-method qat
@@ -120,10 +123,18 @@ def test_shorter_names_mean_the_same() -> None:
     )
 
 
-def test_every_field_is_documented() -> None:
-    assert list(attribute_docs(TraceConfig)) == [
-        field.name for field in dataclasses.fields(TraceConfig)
-    ]
+@pytest.mark.parametrize("settings", [TraceConfig, LossConfig, HealthConfig, RecordedConfig])
+def test_every_field_is_documented(settings) -> None:
+    assert list(attribute_docs(settings)) == [field.name for field in dataclasses.fields(settings)]
+
+
+def test_alarms_and_objective_have_flags() -> None:
+    parser = add_health_arguments(add_loss_arguments(argparse.ArgumentParser()))
+    flags = "--trace-alarms kl=0.1:stop lag=2:bf16 --trace-objective tbpo --trace-max-lag 3"
+    args = parser.parse_args(flags.split())
+    assert health_config_from_args(args) == HealthConfig(alarms=("kl=0.1:stop", "lag=2:bf16"))
+    assert loss_config_from_args(args) == LossConfig(objective="tbpo", max_lag=3)
+    assert health_config_from_args(parser.parse_args([])) == HealthConfig()
 
 
 def test_help_is_the_text_of_the_docstring() -> None:

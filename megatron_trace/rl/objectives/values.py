@@ -11,9 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-
-class NonFiniteError(ValueError):
-    """A log-probability or an advantage of a response token is NaN or Inf."""
+from megatron_trace.training.rounding import NonFiniteError
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,9 @@ import torch
 from megatron_trace.rl.corrections import importance_weights
 from megatron_trace.rl.losses import count_units, policy_loss, summed_loss
 from megatron_trace.rl.objectives.settings import LossSettings, loss_settings
-from megatron_trace.rl.objectives.values import NonFiniteError, PolicyBatch, response_tokens
+from megatron_trace.rl.objectives.values import PolicyBatch, response_tokens
 from megatron_trace.rl_config import LossConfig
+from megatron_trace.training.rounding import NonFiniteError
 
 OBJECTIVES = ["grpo", "dapo", "gspo", "tbpo", "score_centering"]
 

@@ -11,11 +11,12 @@ import torch
 from megatron_trace.config import TraceConfig
 from megatron_trace.hints.types import Site
 from megatron_trace.rl import step
+from megatron_trace.rl.health import must_stop
 from megatron_trace.rl.optimizer import OptimizerSettings
 from megatron_trace.rl.rewards import score_samples
 from megatron_trace.rl.run import evaluate
 from megatron_trace.rl.step import rl_step, roll_out, training_batches
-from megatron_trace.rl_config import LossConfig
+from megatron_trace.rl_config import HealthConfig, LossConfig
 from megatron_trace.rollout import RolloutEngine
 from megatron_trace.training.prefetch import MicroBatchPrefetcher
 from megatron_trace.training.sites import TraceSites
@@ -264,12 +265,37 @@ def test_without_clipping_the_norm_is_known_all_the_same(started):
     assert unclipped["grad_norm"] == clipped["grad_norm"] > 0
 
 
-def test_nan_gradients_stop_a_run_without_clipping(started):
-    run = started("bf16", optimizer=OptimizerSettings(max_grad_norm=0.0))
+@pytest.mark.parametrize("max_grad_norm", [0.0, 1.0])
+def test_updates_with_nan_gradients_are_skipped_and_counted_up_to_a_number(started, max_grad_norm):
+    run = started(
+        "bf16",
+        optimizer=OptimizerSettings(max_grad_norm=max_grad_norm),
+        health=HealthConfig(max_skipped_steps=1),
+    )
+    rl_step(run)
+    before = weights_of(run)
     weight = dict(run.model.named_parameters())["output_layer.weight"]
-    weight.register_hook(lambda grad: grad * float("nan"))
-    with pytest.raises(RuntimeError, match="step 0: the gradients must be finite; got norm nan"):
-        rl_step(run)
+    spoiling = weight.register_hook(lambda grad: grad * float("nan"))
+    first, second = rl_step(run), rl_step(run)
+    for name, value in weights_of(run).items():
+        assert torch.equal(value, before[name]), name
+    assert [of["skipped_updates"] for of in (first, second)] == [1, 1]
+    assert [of["health"]["skipped_updates"] for of in (first, second)] == [1, 2]
+    assert must_stop(first) == ""
+    assert must_stop(second) == "non_finite is 2 (threshold 1)"
+    spoiling.remove()
+    assert rl_step(run)["grad_norm"] > 0
+    assert any(not torch.equal(value, before[name]) for name, value in weights_of(run).items())
+    assert run.progress.num_updates == 2
+
+
+def test_a_loss_that_is_not_finite_skips_the_update(started, monkeypatch):
+    run = started("qat")
+    monkeypatch.setattr(step, "group_advantages", lambda rewards: rewards * float("inf"))
+    before, metrics = weights_of(run), rl_step(run)
+    assert (metrics["skipped_updates"], metrics["updates"], metrics["loss"]) == (1, 0, 0.0)
+    for name, value in weights_of(run).items():
+        assert torch.equal(value, before[name]), name
 
 
 def test_advantages_are_on_the_device_of_the_micro_batch(started, monkeypatch):

@@ -109,6 +109,20 @@ def test_every_format_trains_and_serves_through_its_flags(
     assert summaries[0].coverage > 0.9
 
 
+def test_an_alarm_stops_the_program_with_a_checkpoint_that_resumes(do_runs, tmp_path):
+    flags = "--steps 2 --save-every 0 --runs flags --trace-method qat --trace-alarms"
+    with pytest.raises(
+        SystemExit, match=r"stopped after step 0, as lag is 0 .threshold -1.; .*step-0"
+    ):
+        do_runs(*flags.split(), "lag=-1:stop")
+    log = tmp_path / "seed-0" / "flags" / "metrics.jsonl"
+    assert [record["alarms"][0]["action"] for record in read_metrics(log)] == ["stop"]
+    # The same settings stop it again, one step later.
+    with pytest.raises(SystemExit, match="stopped after step 1"):
+        do_runs(*flags.split(), "lag=-1:stop", "--resume")
+    assert [record["step"] for record in read_metrics(log)] == [0, 1]
+
+
 def test_loss_flags_reach_the_run(demo, tmp_path):
     flags = "--runs qat --trace-objective gspo --trace-correction icepop --trace-max-lag 3"
     options = demo.parse_options(["--output", str(tmp_path), *flags.split()])
