@@ -306,7 +306,12 @@ class RolloutContext(DynamicInferenceContext):
         if not self.is_hybrid_model:
             return None
         slot = self._slot(index)
-        return self.mamba_conv_states[:, slot].cpu(), self.mamba_ssm_states[:, slot].cpu()
+        # On a CPU, a slot's state would be what the next request in the slot makes of it.
+        conv, recurrent = (
+            states[:, slot].to("cpu", copy=True)
+            for states in (self.mamba_conv_states, self.mamba_ssm_states)
+        )
+        return conv, recurrent
 
     @torch.inference_mode()
     def _restore(self, saved: SavedRows, index: int, start: int, stop: int) -> None:

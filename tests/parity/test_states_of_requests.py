@@ -68,10 +68,17 @@ def _prompts(*lengths, seed=0):
     return [torch.randint(0, EOD, (n,), generator=generator).tolist() for n in lengths]
 
 
-def _serve(server, prompts, new_tokens=8):
-    sampling = SamplingSettings(max_new_tokens=new_tokens)
+def _serve(server, prompts, new_tokens=8, stop_tokens=(), next_turn=None):
+    sampling = SamplingSettings(max_new_tokens=new_tokens, stop_tokens=stop_tokens)
     names = [f"s{number}" for number in range(len(prompts))]
-    return server.run(prompts, names, sampling=sampling, seeds=range(len(prompts)), keep=False)
+    return server.run(
+        prompts,
+        names,
+        sampling=sampling,
+        seeds=range(len(prompts)),
+        keep=False,
+        next_turn=next_turn,
+    )
 
 
 def _largest_distance(model, served):
@@ -84,7 +91,10 @@ def _largest_distance(model, served):
         chosen = logits.log_softmax(-1).gather(1, tokens[0, 1:, None])[:, 0]
         expected = chosen[sample.num_prompt_tokens - 1 :]
         assert len(expected) == len(sample.sampled.logprobs)
-        worst = max(worst, (sample.sampled.logprobs - expected).abs().max().item())
+        distances = (sample.sampled.logprobs - expected).abs()
+        if sample.given is not None:
+            distances = distances[sample.given == 0]
+        worst = max(worst, distances.max().item())
     return worst
 
 
@@ -166,6 +176,27 @@ def test_chunks_prefixes_and_evictions_at_once(model, server):
     assert _largest_distance(model, _serve(crowded, prompts, new_tokens=40)) < TOLERANCE
     assert crowded.context.counts["evictions"] > 0
     assert crowded.context.counts["prefix_tokens"] > 0
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [{}, {"prefix_caching": True, "max_step_tokens": 64, "cache_tokens": 14 * 16}],
+    ids=["with room", "crowded"],
+)
+def test_a_turn_that_follows_continues_from_the_states_of_the_last(model, server, limits):
+    def next_turn(turn):
+        return [1, 2, 3, 4, 5] if turn.number < 4 else None
+
+    # Every second token ends a turn.
+    served = _serve(
+        server(**limits),
+        _prompts(3, 20, 50, 16, 33),
+        30,
+        stop_tokens=tuple(range(8)),
+        next_turn=next_turn,
+    )
+    assert sum(sample.given is not None and int(sample.given.sum()) == 15 for sample in served) >= 3
+    assert _largest_distance(model, served) < TOLERANCE
 
 
 def test_case_25_buffers_that_move_between_rollouts_are_found(model, server):
