@@ -10,18 +10,11 @@ import torch
 from megatron_trace.formats.constants import BLOCK_SIZE
 
 
-def as_fp32(global_scale: torch.Tensor | float, like: torch.Tensor) -> torch.Tensor:
-    """Gives a global scale as FP32 0-d tensor on the device of `like`."""
-    scale = torch.as_tensor(global_scale, dtype=torch.float32, device=like.device)
-    if scale.numel() != 1:
-        raise ValueError(
-            f"global_scale must hold one value, static per tensor; got shape {tuple(scale.shape)}"
-        )
-    return scale.reshape(())
-
-
 def as_row_scales(global_scale: torch.Tensor | float, like: torch.Tensor) -> torch.Tensor:
     """Gives a global scale as FP32 on the device of `like`: 0-d, or [..., 1] to fit its rows."""
+    if not isinstance(global_scale, torch.Tensor):
+        # A copy from the host would wait for the GPU.
+        return torch.full((), global_scale, dtype=torch.float32, device=like.device)
     scale = torch.as_tensor(global_scale, dtype=torch.float32, device=like.device)
     if scale.numel() == 1:
         return scale.reshape(())

@@ -4,7 +4,8 @@ Legend: `...` any leading shape, K values of a row, B blocks of a row.
 
 * RMSNorm stands before fc1. Its result is given too: router and shared experts read it unquantised.
   Its arithmetic is fixed here, so that every implementation gives equal bits: squares are added in
-  FP32 as neighbours, then neighbours of these sums, and so on; then
+  FP32, those of 8 columns as neighbours, then neighbours of these sums, and so on; lane l of 128
+  adds up the sums number l, l + 128, ... in this order; lanes are added as neighbours again. Then
   round(x * (1 / sqrt(sum / K + eps)) * weight), where all but the last step is FP32.
 * SwiGLU stands before fc2: silu(gate) * up, each rounded to the dtype of x, as torch does it on the
   device of x: its exp differs in the last bits of FP32 between processors, and with it about one of
@@ -18,6 +19,8 @@ from __future__ import annotations
 import torch
 
 from megatron_trace.formats.number_format import NVFP4, NumberFormat
+
+NORM_LANES = 128
 
 
 def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
@@ -128,16 +131,25 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """
     values = x.to(torch.float32)
     length = x.shape[-1]
-    sums = values.square()
-    sums = torch.nn.functional.pad(sums, (0, (1 << (length - 1).bit_length()) - length))
-    while sums.shape[-1] > 1:
-        sums = sums[..., 0::2] + sums[..., 1::2]
+    squares = torch.nn.functional.pad(values.square(), (0, -length % (8 * NORM_LANES)))
+    octets = _sum_of_neighbours(squares.unflatten(-1, (-1, NORM_LANES, 8))).squeeze(-1)
+    lanes = torch.zeros_like(octets[..., 0, :])
+    for sums in octets.unbind(-2):
+        lanes = lanes + sums
+    sums = _sum_of_neighbours(lanes)
     # Tensors, because a GPU multiplies by the rounded reciprocal of a number.
     mean = sums / torch.full((), float(length), device=x.device)
     # Through FP64, because torch's FP32 root on a CPU is not the correctly rounded one.
     root = (mean + eps).to(torch.float64).sqrt().to(torch.float32)
     inverse = torch.ones_like(mean) / root
     return (values * inverse * weight.to(torch.float32)).to(x.dtype)
+
+
+def _sum_of_neighbours(values: torch.Tensor) -> torch.Tensor:
+    """Gives the sum over the last axis, a power of two long, which is kept."""
+    while values.shape[-1] > 1:
+        values = values[..., 0::2] + values[..., 1::2]
+    return values
 
 
 def rms_norm_rtn(

@@ -452,17 +452,26 @@ def prepared(
         ValueError: x has another dtype or length, is not on a GPU, or the scales do not fit it.
     """
     require_input(x)
+    scales = as_row_scales(global_scale, x)
+    if scales.dim():
+        scales = scales.expand(*x.shape[:-1], 1).reshape(-1).contiguous()
+    return prepared_values(x), scales
+
+
+def prepared_values(x: torch.Tensor) -> torch.Tensor:
+    """Gives x contiguous and aligned.
+
+    Raises:
+        ValueError: x has another dtype, or is not on a GPU.
+    """
     if not (x.is_cuda or INTERPRETED):
         raise ValueError(
             f"implementation triton needs x on a GPU; got {x.device}; use torch or auto there"
         )
     triton_dtype(x.dtype)
-    scales = as_row_scales(global_scale, x)
-    if scales.dim():
-        scales = scales.expand(*x.shape[:-1], 1).reshape(-1).contiguous()
     x = x.contiguous()
     # Pairs of values are loaded.
-    return x if x.data_ptr() % 4 == 0 else x.clone(), scales
+    return x if x.data_ptr() % 4 == 0 else x.clone()
 
 
 def row_of(x: torch.Tensor, scales: torch.Tensor) -> int:

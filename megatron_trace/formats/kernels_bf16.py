@@ -92,26 +92,32 @@ def rounded(pairs, global_scale, reciprocal, rest, T: tl.constexpr):
         byte: int32 [T], E4M3.
     """
     magnitudes = pairs & MAGNITUDES
-    amax = tl.reduce(magnitudes, 1, max_pairs)
-    amax = tl.reduce(tl.reshape(amax, (T // 2, 2)), 1, max_pairs, keep_dims=True)
-    amax = tl.reshape(tl.broadcast_to(amax, (T // 2, 2)), (T,))
-    amax = low_half(max_pairs(amax, amax >> 16))
+    amax = largest_of_blocks(magnitudes, T)
     zero = amax == 0
     # An infinite quotient would become NaN.
     amax = tl.minimum(amax, global_scale * 3072.0, propagate_nan=tl.PropagateNan.ALL)
     scale = divided(amax, reciprocal, rest)
     scale = tl.maximum(scale, 0.001953125, propagate_nan=tl.PropagateNan.ALL)
-    byte, scale = _e4m3(scale)
+    byte, scale = e4m3(scale)
     byte = tl.where(zero, 0, byte)
     effective = scale * global_scale
     limit = effective * 6.0
     r, s = reciprocal_of(effective)
     signs = pairs & tl.where(zero, 0, SIGNS)[:, None]
 
-    magnitudes = _min_pairs(magnitudes, pair_of(limit, limit)[:, None])
+    magnitudes = min_pairs(magnitudes, pair_of(limit, limit)[:, None])
     lows, lows_biased = _nearest(low_half(magnitudes), r[:, None], s[:, None])
     highs, highs_biased = _nearest(high_half(magnitudes), r[:, None], s[:, None])
     return lows, highs, lows_biased, highs_biased, effective[:, None], signs, byte
+
+
+@triton.jit
+def largest_of_blocks(magnitudes, T: tl.constexpr):
+    """Gives FP32 [T], the largest magnitude in the block of each octet, of pairs [T, 4]."""
+    amax = tl.reduce(magnitudes, 1, max_pairs)
+    amax = tl.reduce(tl.reshape(amax, (T // 2, 2)), 1, max_pairs, keep_dims=True)
+    amax = tl.reshape(tl.broadcast_to(amax, (T // 2, 2)), (T,))
+    return low_half(max_pairs(amax, amax >> 16))
 
 
 @triton.jit
@@ -144,13 +150,13 @@ def guided(pairs, word, byte, global_scale, NUM_BITS: tl.constexpr, CODES: tl.co
         int32 [T, 4], BF16 pairs; or int32 [T], codes.
     """
     zero = byte == 0
-    effective = _e4m3_value(tl.where(zero, _ONE, byte)) * global_scale
+    effective = e4m3_value(tl.where(zero, _ONE, byte)) * global_scale
     # From 4 on the candidates are 4 and 6, so that about 5 may stand for all values beyond.
     limit = effective * 5.0
     r, s = reciprocal_of(effective)
     # A NaN is passed on, but not by a block of zeros.
     pairs &= tl.where(zero, 0, -1)[:, None]
-    magnitudes = _min_pairs(pairs & MAGNITUDES, pair_of(limit, limit)[:, None])
+    magnitudes = min_pairs(pairs & MAGNITUDES, pair_of(limit, limit)[:, None])
     even = 2 * tl.arange(0, 4)[None, :]
     word = word[:, None]
     lows = low_half(magnitudes)
@@ -195,8 +201,8 @@ def chosen(a, sign, word, column, NUM_BITS: tl.constexpr):
         NUM_BITS: 1, 2 or 4.
     """
     power = _power(a)
-    lower = _fma_down(power, _BIAS, a)
-    upper = _fma_up(power, _BIAS, a)
+    lower = fma_down(power, _BIAS, a)
+    upper = fma_up(power, _BIAS, a)
     if NUM_BITS == 1:
         takes_upper = (((lower.to(tl.int32, bitcast=True) << column) ^ word) & (1 << column)) != 0
     elif NUM_BITS == 2:
@@ -325,11 +331,9 @@ def divided(x, reciprocal, rest):
 @triton.jit
 def reciprocal_of(divisor):
     """Gives 1 / divisor as a sum of two FP32 numbers, to 2^-46 of it."""
-    r = tl.inline_asm_elementwise(
-        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [divisor], dtype=tl.float32, is_pure=True, pack=1
-    )
+    r = near_reciprocal(divisor)
     # Rounded up, and with the square of the error: 2 divided by 2 - 2^-23 demands both.
-    r = _fma_up(tl.fma(r, -divisor, 1.0), r, r)
+    r = fma_up(tl.fma(r, -divisor, 1.0), r, r)
     error = tl.fma(r, -divisor, 1.0)
     return r, tl.fma(error, error, error) * r
 
@@ -380,7 +384,7 @@ def max_pairs(a, b):
 
 
 @triton.jit
-def _min_pairs(a, b):
+def min_pairs(a, b):
     return tl.inline_asm_elementwise(
         "min.NaN.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
     )
@@ -395,21 +399,45 @@ def pair_of(high, low):
 
 
 @triton.jit
-def _fma_down(a, b, c):
+def product_of_pairs(a, b):
+    """Gives the products of BF16 pairs, each rounded once."""
+    return tl.inline_asm_elementwise(
+        "mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def near_reciprocal(x):
+    """Gives 1 / x to the last bit or so; 0 for what has no normal reciprocal."""
+    return tl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def near_power_of_two(x):
+    """Gives 2^x to the last bits."""
+    return tl.inline_asm_elementwise(
+        "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def fma_down(a, b, c):
     return tl.inline_asm_elementwise(
         "fma.rz.f32 $0, $1, $2, $3;", "=f,f,f,f", [a, b, c], dtype=tl.float32, is_pure=True, pack=1
     )
 
 
 @triton.jit
-def _fma_up(a, b, c):
+def fma_up(a, b, c):
     return tl.inline_asm_elementwise(
         "fma.rp.f32 $0, $1, $2, $3;", "=f,f,f,f", [a, b, c], dtype=tl.float32, is_pure=True, pack=1
     )
 
 
 @triton.jit
-def _e4m3(scale):
+def e4m3(scale):
     """Gives the byte of a scale rounded to E4M3, at most 448, and its value."""
     return tl.inline_asm_elementwise(
         """{
@@ -430,7 +458,7 @@ def _e4m3(scale):
 
 
 @triton.jit
-def _e4m3_value(byte):
+def e4m3_value(byte):
     """Gives the value of an E4M3 byte."""
     return tl.inline_asm_elementwise(
         """{

@@ -12,6 +12,8 @@ import triton.language as tl
 from megatron_trace.formats import kernels_bf16 as bf16
 from megatron_trace.formats import kernels_e8m0 as e8m0
 
+_INF_BITS: tl.constexpr = tl.constexpr(0x7F800000)
+
 
 @triton.jit
 def recorded(pairs, NUM_BITS: tl.constexpr, RULE: tl.constexpr, T: tl.constexpr):
@@ -57,8 +59,25 @@ def scale_bytes_of(
     amax = tl.reduce(pairs & bf16.MAGNITUDES, 1, bf16.max_pairs)
     amax = tl.reduce(tl.reshape(amax, (T // 4, 4)), 1, bf16.max_pairs, keep_dims=True)
     amax = bf16.low_half(bf16.max_pairs(amax, amax >> 16))
-    byte = e8m0.scale_byte_of(amax, RULE, LARGEST, EXPONENT, HALF_STEP)
+    if RULE == "rceil":
+        byte = rceil_byte(amax, LARGEST, EXPONENT)
+    else:
+        byte = e8m0.scale_byte_of(amax, RULE, LARGEST, EXPONENT, HALF_STEP)
     return tl.reshape(tl.broadcast_to(byte, (T // 4, 4)), (T,))
+
+
+@triton.jit
+def rceil_byte(amax, LARGEST: tl.constexpr, EXPONENT: tl.constexpr):
+    """Gives the byte of `rceil`, int32, of a largest magnitude with 8 significant bits.
+
+    The quotient by LARGEST exceeds a power of two where the fraction of amax exceeds that of
+    LARGEST, by more than a division rounds off: so there is none.
+    """
+    # 1.5 or 1.75.
+    MORE: tl.constexpr = (1 << 22) - 1 if LARGEST == 6.0 else (1 << 21) - 1
+    bits = amax.to(tl.int32, bitcast=True)
+    byte = tl.maximum(((bits + MORE) >> 23) - EXPONENT, 0)
+    return tl.where(bits < _INF_BITS, byte, tl.where(bits == _INF_BITS, 254, 255))
 
 
 @triton.jit

@@ -12,20 +12,19 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import libdevice
 
-from megatron_trace.formats import kernels, kernels_rows
+from megatron_trace.formats import fused, kernels, kernels_rows
 from megatron_trace.formats import kernels_bf16 as bf16
 from megatron_trace.formats import kernels_octets as octets
 from megatron_trace.formats import kernels_tiles as tiles
 from megatron_trace.formats.checks import require_multiple
-from megatron_trace.formats.number_format import NVFP4, NumberFormat
+from megatron_trace.formats.number_format import NVFP4, NVFP4_4OVER6, NumberFormat
 
 _SWIGLU_WARPS = 4
+# A tile of 4over6 is rounded anew if one of its blocks is undecided: of few blocks, rarely.
+_SWIGLU_WARPS_4OVER6 = 2
 _SWIGLU_TILES = 2
-# Octets of a thread of RMSNorm: NVFP4 rounded to nearest, and all else.
-_NORM_OCTETS = 4
-_NORM_OCTETS_OTHER = 2
-# Octets of a row that a program of RMSNorm holds.
-_MAX_ROW_OCTETS = 4096
+# Tiles of a row that a program of RMSNorm keeps in registers, of 1024 values.
+_HELD_TILES = 8
 
 
 def swiglu_rtn(
@@ -143,7 +142,7 @@ def rms_norm_rtn(
     """Gives `fused.rms_norm_rtn`.
 
     Args:
-        x: float [..., K] on a GPU, K at most 32768.
+        x: float [..., K] on a GPU.
         weight: float [K].
         global_scale: FP32 0-d tensor or number, or one for each row, decode side; None for a format
             without.
@@ -178,7 +177,7 @@ def rms_norm_rtn_record(
     """Gives `fused.rms_norm_rtn_record`.
 
     Args:
-        x: float [..., K] on a GPU, K at most 32768.
+        x: float [..., K] on a GPU.
         weight: float [K].
         global_scale: FP32 0-d tensor or number, or one for each row, decode side; None for a format
             without.
@@ -231,7 +230,7 @@ def rms_norm_guided(
     """Gives `fused.rms_norm_guided`.
 
     Args:
-        x: float [..., K] on a GPU, K at most 32768; the trainer's values.
+        x: float [..., K] on a GPU; the trainer's values.
         weight: float [K].
         hint: uint8 [..., K * num_bits / 8].
         scale_bytes: uint8 [..., B]; the rollout's block scales.
@@ -285,6 +284,7 @@ def _swiglu_kernel(
     BLOCK: tl.constexpr,
     ROUNDED: tl.constexpr,
     PAIRS: tl.constexpr,
+    ONE_ROW: tl.constexpr,
     INTERPRETED: tl.constexpr,
     T: tl.constexpr,
     TILES: tl.constexpr,
@@ -298,18 +298,17 @@ def _swiglu_kernel(
         scales = tiles.load_scales(scale_ptr, first, left, tile, BLOCK, ROW, T)
         octet = tl.arange(0, T) + tile * T
         # Before the gate of row r lie r rows of gates and r of ups.
-        row = (first.to(tl.int32) + octet) // row_octets
+        if ONE_ROW:
+            row = (first.to(tl.int32) + tile * T) // row_octets
+        else:
+            row = (first.to(tl.int32) + octet) // row_octets
         gates = (first + octet + row.to(tl.int64) * row_octets)[:, None]
         mask = (octet < left)[:, None]
         if PAIRS:
             gates = gates * 4 + tl.arange(0, 4)[None, :]
             gate = tl.load(bf16.as_pairs(x_ptr) + gates, mask=mask, other=0)
             up = tl.load(bf16.as_pairs(x_ptr) + gates + row_octets * 4, mask=mask, other=0)
-            high, low = _silu(bf16.high_half(gate), False), _silu(bf16.low_half(gate), False)
-            silu = bf16.pair_of(high, low)
-            x = bf16.pair_of(
-                bf16.high_half(silu) * bf16.high_half(up), bf16.low_half(silu) * bf16.low_half(up)
-            )
+            x = bf16.product_of_pairs(silu_pairs(gate), up)
         else:
             gates = gates * 8 + tl.arange(0, 8)[None, :]
             gate = tl.load(x_ptr + gates, mask=mask, other=0.0)
@@ -356,46 +355,125 @@ def _rms_norm_kernel(
     BLOCK: tl.constexpr,
     ROUNDED: tl.constexpr,
     PAIRS: tl.constexpr,
+    HELD: tl.constexpr,
+    TILES: tl.constexpr,
     T: tl.constexpr,
     LOG_T: tl.constexpr,
 ):
+    """Normalises and quantises a row; those of its TILES beyond the first HELD are loaded twice."""
     row = tl.program_id(0).to(tl.int64)
     first = row * row_octets
-    x = octets.load_tile(x_ptr + first * 8, row_octets, 0, T).to(tl.float32)
-    weight = octets.load_tile(weight_ptr, row_octets, 0, T).to(tl.float32)
+    x_ptr += first * 8
+    normed_ptr += first * 8
+    y_ptr += first * 8
     hint_ptr += first * (8 if NUM_BITS == 8 else 1)
     scale_bytes_ptr += first // BLOCK
-    hint = _hint(hint_ptr, scale_bytes_ptr, row_octets, 0, NUM_BITS, BLOCK, GUIDED, T)
+    held = tiles.load_all(x_ptr, row_octets, PAIRS, T, HELD)
+    # Guided, registers would keep too many warps out; weights are in the cache by then.
+    weights = () if GUIDED else tiles.load_all(weight_ptr, row_octets, PAIRS, T, HELD)
+    hints = ()
+    for tile in tl.static_range(HELD):
+        hints += (_hint(hint_ptr, scale_bytes_ptr, row_octets, tile, NUM_BITS, BLOCK, GUIDED, T),)
     # A row has one global scale, whatever the others have.
     scales = tiles.load_scales(scale_ptr + (row if ROW else 0), first, row_octets, 0, BLOCK, 0, T)
-    mean = tl.div_rn(_sum_of_neighbours(x * x, T, LOG_T), (row_octets * 8).to(tl.float32))
+    sums = tl.zeros((T,), tl.float32)
+    for tile in tl.static_range(HELD):
+        sums += _sums_of_squares(held[tile], PAIRS, T)
+    for tile in range(HELD, TILES):
+        sums += _sums_of_squares(tiles.load(x_ptr, row_octets, tile, PAIRS, T), PAIRS, T)
+    for step in tl.static_range(LOG_T):
+        sums = tl.sum(tl.reshape(sums, (T >> (step + 1), 2)), axis=1)
+    mean = tl.div_rn(tl.sum(sums, axis=0), (row_octets * 8).to(tl.float32))
     inverse = tl.div_rn(1.0, tl.sqrt_rn(mean + eps))
-    normed = x * inverse * weight
+
+    for tile in tl.static_range(HELD):
+        weight = tiles.load(weight_ptr, row_octets, tile, PAIRS, T) if GUIDED else weights[tile]
+        normed = _normed(held[tile], weight, inverse, x_ptr.dtype.element_ty, PAIRS, T)
+        tiles.store(normed_ptr, normed, row_octets, tile, x_ptr.dtype.element_ty, PAIRS, T)
+        _quantise_tile(
+            normed,
+            hints[tile],
+            scales,
+            y_ptr,
+            hint_ptr,
+            scale_bytes_ptr,
+            row_octets,
+            tile,
+            NUM_BITS,
+            GUIDED,
+            FORMAT,
+            RULE,
+            0,
+            BLOCK,
+            ROUNDED,
+            PAIRS,
+            T,
+        )
+    for tile in range(HELD, TILES):
+        x = tiles.load(x_ptr, row_octets, tile, PAIRS, T)
+        weight = tiles.load(weight_ptr, row_octets, tile, PAIRS, T)
+        normed = _normed(x, weight, inverse, x_ptr.dtype.element_ty, PAIRS, T)
+        tiles.store(normed_ptr, normed, row_octets, tile, x_ptr.dtype.element_ty, PAIRS, T)
+        _quantise_tile(
+            normed,
+            _hint(hint_ptr, scale_bytes_ptr, row_octets, tile, NUM_BITS, BLOCK, GUIDED, T),
+            scales,
+            y_ptr,
+            hint_ptr,
+            scale_bytes_ptr,
+            row_octets,
+            tile,
+            NUM_BITS,
+            GUIDED,
+            FORMAT,
+            RULE,
+            0,
+            BLOCK,
+            ROUNDED,
+            PAIRS,
+            T,
+        )
+
+
+@triton.jit
+def _sums_of_squares(x, PAIRS: tl.constexpr, T: tl.constexpr):
+    """Gives FP32 [T], of each octet: neighbours are added, then neighbours of the sums."""
     if PAIRS:
-        normed = bf16.paired(normed, T)
-        bf16.store_pairs(normed_ptr + first * 8, normed, row_octets, 0, T)
+        low, high = bf16.low_half(x), bf16.high_half(x)
+        sums = low * low + high * high
     else:
-        normed = normed.to(x_ptr.dtype.element_ty)
-        octets.store_tile(normed_ptr + first * 8, normed, row_octets, 0, T)
-    _quantise_tile(
-        normed,
-        hint,
-        scales,
-        y_ptr + first * 8,
-        hint_ptr,
-        scale_bytes_ptr,
-        row_octets,
-        0,
-        NUM_BITS,
-        GUIDED,
-        FORMAT,
-        RULE,
-        0,
-        BLOCK,
-        ROUNDED,
-        PAIRS,
-        T,
-    )
+        x = x.to(tl.float32)
+        even, odd = tl.split(tl.reshape(x * x, (T, 4, 2)))
+        sums = even + odd
+    even, odd = tl.split(tl.reshape(sums, (T, 2, 2)))
+    even, odd = tl.split(even + odd)
+    return even + odd
+
+
+@triton.jit
+def _normed(x, weight, inverse, DTYPE: tl.constexpr, PAIRS: tl.constexpr, T: tl.constexpr):
+    """Gives a tile normalised, in the dtype of x, before it is quantised."""
+    if PAIRS:
+        low = bf16.low_half(x) * inverse * bf16.low_half(weight)
+        high = bf16.high_half(x) * inverse * bf16.high_half(weight)
+        normed = bf16.pair_of(high, low)
+    else:
+        normed = (x.to(tl.float32) * inverse * weight.to(tl.float32)).to(DTYPE)
+    return normed
+
+
+@triton.jit
+def silu_pairs(gate):
+    """Gives silu of BF16 pairs: that of torch, as a test shows for all 65,536 numbers."""
+    return bf16.pair_of(_near_silu(bf16.high_half(gate)), _near_silu(bf16.low_half(gate)))
+
+
+@triton.jit
+def _near_silu(gate):
+    """Gives FP32 near enough to silu of a BF16 number to round to the same."""
+    exp = bf16.near_power_of_two(gate * -1.4426950408889634)
+    # By 16, so that the reciprocal of each finite sum is a normal number.
+    return gate * 0.0625 * bf16.near_reciprocal(tl.fma(exp, 0.0625, 0.0625))
 
 
 @triton.jit
@@ -403,18 +481,6 @@ def _silu(gate, INTERPRETED: tl.constexpr):
     # Triton's interpreter does not know libdevice.
     exp = tl.exp(-gate) if INTERPRETED else libdevice.exp(-gate)
     return tl.div_rn(gate, 1.0 + exp)
-
-
-@triton.jit
-def _sum_of_neighbours(values, T: tl.constexpr, LOG_T: tl.constexpr):
-    """Gives the sum of [T, 8], adding neighbours, then neighbours of the sums, and so on."""
-    even, odd = tl.split(tl.reshape(values, (T, 4, 2)))
-    even, odd = tl.split(tl.reshape(even + odd, (T, 2, 2)))
-    even, odd = tl.split(even + odd)
-    sums = even + odd
-    for step in tl.static_range(LOG_T):
-        sums = tl.sum(tl.reshape(sums, (T >> (step + 1), 2)), axis=1)
-    return tl.sum(sums, axis=0)
 
 
 @triton.jit
@@ -475,7 +541,9 @@ def _launch_swiglu(
         return
     if num_octets >= 2**31:
         raise ValueError(f"swiglu takes up to 2^34 values at once; got {tuple(y.shape)}")
-    octets_per_tile = 32 * _SWIGLU_WARPS
+    chooses = constants["FORMAT"] == NVFP4_4OVER6.name and not constants["GUIDED"]
+    num_warps = _SWIGLU_WARPS_4OVER6 if chooses else _SWIGLU_WARPS
+    octets_per_tile = 32 * num_warps
     grid = (triton.cdiv(num_octets, octets_per_tile * _SWIGLU_TILES),)
     with torch.cuda.device_of(y):
         _swiglu_kernel[grid](
@@ -485,10 +553,12 @@ def _launch_swiglu(
             num_octets,
             y.shape[-1] // 8,
             **constants,
+            # Whether the octets of a tile are of the same row.
+            ONE_ROW=y.shape[-1] // 8 % octets_per_tile == 0,
             INTERPRETED=kernels.INTERPRETED,
             T=octets_per_tile,
             TILES=_SWIGLU_TILES,
-            num_warps=_SWIGLU_WARPS,
+            num_warps=num_warps,
             # 4over6: a product and a sum rounded once would be another error.
             enable_fp_fusion=False,
         )
@@ -498,18 +568,20 @@ def _launch_norm(x: torch.Tensor, *others: torch.Tensor | float, **constants) ->
     if x.numel() == 0:
         return
     row_octets = x.shape[-1] // 8
-    tile = triton.next_power_of_2(row_octets)
-    to_nearest = constants["FORMAT"] == NVFP4.name and not constants["GUIDED"]
-    per_thread = _NORM_OCTETS if to_nearest else _NORM_OCTETS_OTHER
+    # `fused` deals the octets of a row to so many lanes; what is short of them adds zeros.
+    tile = min(max(triton.next_power_of_2(row_octets), 32), fused.NORM_LANES)
+    num_tiles = triton.cdiv(row_octets, tile)
     with torch.cuda.device_of(x):
         _rms_norm_kernel[(x.numel() // x.shape[-1],)](
             x,
             *others,
             row_octets,
             **constants,
+            HELD=min(num_tiles, _HELD_TILES),
+            TILES=num_tiles,
             T=tile,
             LOG_T=tile.bit_length() - 1,
-            num_warps=min(max(tile // (32 * per_thread), 1), 16),
+            num_warps=tile // 32,
             # A product and a sum round twice, as in `fused`.
             enable_fp_fusion=False,
         )
@@ -536,8 +608,6 @@ def _norm_tensors(
     """Gives x contiguous and aligned, memory for normed and y, and the global scales."""
     x, scales = kernels_rows.prepared(x, global_scale, number_format)
     length = x.shape[-1]
-    if length > _MAX_ROW_OCTETS * 8:
-        raise ValueError(f"rows must be at most {_MAX_ROW_OCTETS * 8} long; got {length}")
     if weight.shape != (length,) or weight.device != x.device or not weight.is_contiguous():
         raise ValueError(
             f"weight must be [{length}], contiguous, on {x.device}; got {tuple(weight.shape)} on "

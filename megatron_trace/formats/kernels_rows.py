@@ -258,7 +258,7 @@ def prepared(
         assert global_scale is not None, f"{number_format.name} has a global scale"
         return kernels.prepared(x, global_scale)
     require_no_global_scale(global_scale)
-    x, _ = kernels.prepared(x, 1.0)
+    x = kernels.prepared_values(x)
     return x, x
 
 

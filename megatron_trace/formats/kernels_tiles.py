@@ -2,8 +2,8 @@
 
 Legend: as `kernels`. FORMAT is the name of a `NumberFormat`, RULE its rule, ROW how many octets
 share a global scale (0: all), BLOCK how many a block has: 4 in MX formats, which have no global
-scale. With PAIRS a tile is [T, 4] pairs of BF16, see `kernels_bf16`; all but 4over6 make use
-of them; without, it is [T, 8] of any float dtype.
+scale. With PAIRS a tile is [T, 4] pairs of BF16, see `kernels_bf16`; without, it is [T, 8] of any
+float dtype.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ import triton
 import triton.language as tl
 
 from megatron_trace.formats import kernels_bf16 as bf16
+from megatron_trace.formats import kernels_bf16_four_over_six as bf16_four_over_six
 from megatron_trace.formats import kernels_bf16_mx as bf16_mx
-from megatron_trace.formats import kernels_four_over_six as four_over_six
-from megatron_trace.formats import kernels_mxfp4 as mxfp4
-from megatron_trace.formats import kernels_mxfp8 as mxfp8
 from megatron_trace.formats import kernels_octets as octets
+from megatron_trace.formats import kernels_octets_four_over_six as four_over_six
+from megatron_trace.formats import kernels_octets_mxfp4 as mxfp4
+from megatron_trace.formats import kernels_octets_mxfp8 as mxfp8
 
 
 @triton.jit
@@ -60,6 +61,13 @@ def nearest(
         y, word, byte = bf16_mx.recorded(x, BITS, RULE, T)
     elif PAIRS and FORMAT == "mxfp8":
         y, word, byte = mxfp8.rounded_pairs(x, BITS, RULE, T)
+    elif PAIRS and FORMAT == "nvfp4_4over6":
+        y, word, byte, decided = bf16_four_over_six.recorded(x, scales, BITS, RULE, T)
+        if tl.min(decided.to(tl.int32), axis=0) == 0:
+            y, word, byte = four_over_six.rounded_octets(
+                bf16.unpaired(x, T), _scales_of_blocks(scales, ROW, T), BITS, RULE, T
+            )
+            y = bf16.paired(y, T)
     else:
         values = bf16.unpaired(x, T) if PAIRS else x
         if FORMAT == "mxfp4":
@@ -108,7 +116,7 @@ def guided(
         As the first or the second of `nearest`.
     """
     word, byte = hint
-    if PAIRS and FORMAT == "nvfp4":
+    if PAIRS and (FORMAT == "nvfp4" or FORMAT == "nvfp4_4over6"):
         if bf16.are_usual((scales,), ROW, 1):
             out = bf16.guided(x, word, byte, scales, NUM_BITS, CODES)
         else:
@@ -157,6 +165,15 @@ def load(x_ptr, left, tile, PAIRS: tl.constexpr, T: tl.constexpr):
     else:
         x = octets.load_tile(x_ptr, left, tile, T)
     return x
+
+
+@triton.jit
+def load_all(x_ptr, left, PAIRS: tl.constexpr, T: tl.constexpr, TILES: tl.constexpr):
+    """Gives a tuple of tiles; all loads are under way before the first is used."""
+    loaded = ()
+    for tile in tl.static_range(TILES):
+        loaded += (load(x_ptr, left, tile, PAIRS, T),)
+    return loaded
 
 
 @triton.jit

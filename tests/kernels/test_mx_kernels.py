@@ -25,11 +25,20 @@ def test_mx_kernels_equal_the_reference_on_the_hard_inputs(run_program, fmt: str
     )
 
 
+@pytest.mark.parametrize(
+    "device",
+    [pytest.param("cpu", id="interpreted"), pytest.param("cuda", marks=pytest.mark.gpu)],
+)
+def test_the_scale_of_every_bf16_number_follows_without_a_division(run_program, device) -> None:
+    printed = run_program("every_bf16.py", "scale_bytes", device, interpret=device == "cpu")
+    assert printed == "32768 numbers"
+
+
 def test_mx_kernels_refuse_a_global_scale_and_a_cpu_tensor() -> None:
     from megatron_trace.formats import kernels_mxfp4, kernels_mxfp8
 
     for kernels in (kernels_mxfp4, kernels_mxfp8):
         with pytest.raises(ValueError, match="MX formats have no global scale"):
             kernels.rtn(torch.ones(2, 32), 1.0)
-        with pytest.raises(ValueError, match="need x on a GPU; got cpu"):
+        with pytest.raises(ValueError, match="needs x on a GPU; got cpu"):
             kernels.rtn(torch.ones(2, 32))
