@@ -127,7 +127,7 @@ LAYOUTS = {
     "PP2 x VPP2": Layout(
         {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
         {
-            "uneven": Scenario("*E|*E*|E|*E", trace=PACKED, config=FULL),
+            "uneven": Scenario("GE|*E*|E|*E", trace=PACKED, config=FULL),
             "an attention alone": Scenario("*E|*E*|E*|E", config=MOE),
             "other lengths in each": Scenario(
                 "*E|*E|*E|*E", UNEQUAL, config={"variable_seq_lengths": True}
