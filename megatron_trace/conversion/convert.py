@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,7 +82,17 @@ def hf_to_megatron(
     reader = _PieceReader(folder, parts.rows)
     checkpoint = output / FIRST_ITERATION
     checkpoint.mkdir(parents=True)
-    common = {"checkpoint_version": 3.0, "iteration": 0}
+    common = {
+        "checkpoint_version": 3.0,
+        "iteration": 0,
+        # Without a pattern, Megatron takes it for a GPTModel's.
+        "args": Namespace(
+            **{
+                name.replace("-", "_"): value
+                for name, value in architecture.arguments(mtp=mtp).items()
+            }
+        ),
+    }
     write_checkpoint(checkpoint, parts.pieces, parts.objects, dtypes, reader.read, common)
     (output / TRACKER_FILE).write_text("0", encoding="utf-8")
     return Converted(architecture, parts.num_parameters, tuple(left_out))

@@ -169,8 +169,8 @@ class Architecture:
             "mtp_num_layers": 1 if mtp else None,
         }
 
-    def flags(self, *, num_stages: int = 1, mtp: bool = False) -> list[str]:
-        """Gives Megatron's flags of this model, `--name` or `--name=value` each.
+    def arguments(self, *, num_stages: int = 1, mtp: bool = False) -> dict[str, object]:
+        """Gives Megatron's arguments of this model by the names of their flags, with `-` inside.
 
         Args:
             num_stages: See `pattern`.
@@ -215,6 +215,16 @@ class Architecture:
         }
         if mtp:
             values["mtp-num-layers"] = 1
+        return values
+
+    def flags(self, *, num_stages: int = 1, mtp: bool = False) -> list[str]:
+        """Gives Megatron's flags of this model, `--name` or `--name=value` each.
+
+        Args:
+            num_stages: See `pattern`.
+            mtp: See `pattern`.
+        """
+        values = self.arguments(num_stages=num_stages, mtp=mtp)
         return [f"--{n}" if v is True else f"--{n}={v}" for n, v in values.items()]
 
     def reduced(self) -> Architecture:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.serialization import load_common_state_dict
 from safetensors.torch import load_file, save_file
 
 from megatron_trace.conversion.convert import hf_to_megatron, megatron_to_hf
@@ -90,6 +91,14 @@ def test_logits_are_those_of_the_published_model(published, tmp_path):
     # Measured: 3.1e-5 of logits up to 2.8; attention and delta rule add in another order.
     torch.testing.assert_close(logits, expected, atol=3e-4, rtol=0)
     assert expected.abs().max() > 1
+
+
+def test_megatron_is_told_that_the_checkpoint_is_a_hybrid_models(published, tmp_path):
+    """Its loader takes a checkpoint without a pattern for a GPTModel's, and refuses that."""
+    hf_to_megatron(published[0], tmp_path / "megatron")
+    common = load_common_state_dict(tmp_path / "megatron" / "iter_0000000")
+    assert common["args"].hybrid_layer_pattern == "GEGEGE*E"
+    assert common["iteration"] == 0
 
 
 def test_several_files_come_back_as_they_were(tmp_path):
