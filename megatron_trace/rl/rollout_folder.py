@@ -182,7 +182,7 @@ class RolloutFolder:
                 f"{len(rewards)} have a reward; a sample needs every sample of its group"
             )
         self._rewards = {name: rewards[name] for name in self._sample_ids}
-        self._advantages = _advantages(self._rewards)
+        self._advantages = advantages_of(self._rewards)
         self.without_spread: tuple[str, ...] = ()
         self.stale: tuple[str, ...] = ()
 
@@ -274,7 +274,7 @@ def _read_rewards(folder: Path) -> dict[str, Reward]:
     return rewards
 
 
-def _advantages(rewards: Mapping[str, Reward]) -> dict[str, float]:
+def advantages_of(rewards: Mapping[str, Reward]) -> dict[str, float]:
     groups: dict[str, list[Reward]] = {}
     for reward in rewards.values():
         groups.setdefault(reward.group, []).append(reward)

@@ -293,9 +293,14 @@ def train(run: RlRun, samples: Sequence[RolloutSample], advantages: torch.Tensor
     batches = [training_batches(run, samples[rows], advantages[rows]) for rows in slices]
     if len(batches) > 1:
         # The first optimizer step changes the policy that later ones must be compared with.
-        for batch in (batch for batches_of_update in batches for batch in batches_of_update):
-            with torch.no_grad(), run.sites.micro_batch(batch.micro_batch):
-                batch.old_logprobs = _logprobs(run, batch.micro_batch)[0]
+        try:
+            for batch in (batch for batches_of_update in batches for batch in batches_of_update):
+                with torch.no_grad(), run.sites.micro_batch(batch.micro_batch):
+                    batch.old_logprobs = _logprobs(run, batch.micro_batch)[0]
+        except NonFiniteError as error:
+            _note_skipped(run, error)
+            update.num_skipped = len(batches)
+            return update
     for rows, batches_of_update in zip(slices, batches, strict=True):
         _optimizer_step(run, batches_of_update, _num_units(run, samples[rows]), update)
     return update
@@ -322,9 +327,7 @@ def _optimizer_step(
         finalize_model_grads([run.ddp])
         _require_finite_gradients(run)
     except NonFiniteError as error:
-        _logger.warning(
-            "step %d: the update is skipped, nothing changes: %s", run.progress.step, error
-        )
+        _note_skipped(run, error)
         run.ddp.zero_grad_buffer()
         run.optimizer.zero_grad()
         update.num_skipped += 1
@@ -338,6 +341,10 @@ def _optimizer_step(
         )
     update.losses.append(total)
     update.grad_norms.append(float(grad_norm))
+
+
+def _note_skipped(run: RlRun, error: NonFiniteError) -> None:
+    _logger.warning("step %d: nothing is updated: %s", run.progress.step, error)
 
 
 def _add_gradient(run: RlRun, batch: TrainingBatch, num_units: int, update: Update) -> float:

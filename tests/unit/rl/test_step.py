@@ -11,11 +11,12 @@ import torch
 from megatron_trace.config import TraceConfig
 from megatron_trace.hints.types import Site
 from megatron_trace.rl import step
+from megatron_trace.rl.advantages import group_advantages
 from megatron_trace.rl.health import must_stop
 from megatron_trace.rl.optimizer import OptimizerSettings
 from megatron_trace.rl.rewards import score_samples
 from megatron_trace.rl.run import evaluate
-from megatron_trace.rl.step import rl_step, roll_out, training_batches
+from megatron_trace.rl.step import rewards_of, rl_step, roll_out, train, training_batches
 from megatron_trace.rl_config import HealthConfig, LossConfig
 from megatron_trace.rollout import RolloutEngine
 from megatron_trace.training.prefetch import MicroBatchPrefetcher
@@ -287,6 +288,18 @@ def test_updates_with_nan_gradients_are_skipped_and_counted_up_to_a_number(start
     assert rl_step(run)["grad_norm"] > 0
     assert any(not torch.equal(value, before[name]) for name, value in weights_of(run).items())
     assert run.progress.num_updates == 2
+
+
+@pytest.mark.parametrize("updates", [1, 2])
+def test_an_activation_that_is_nan_skips_every_update_of_its_step(started, updates):
+    run = started("qat", updates_per_rollout=updates)
+    samples, rows = roll_out(run)
+    advantages = group_advantages(rewards_of(run, samples, rows)).flatten()
+    weight = dict(run.model.named_parameters())["embedding.word_embeddings.weight"]
+    with torch.no_grad():
+        weight.fill_(float("nan"))
+    update = train(run, samples, advantages)
+    assert (update.num_skipped, update.losses) == (updates, [])
 
 
 def test_a_loss_that_is_not_finite_skips_the_update(started, monkeypatch):

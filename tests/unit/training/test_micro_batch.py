@@ -233,3 +233,12 @@ def test_samples_with_unequally_many_likely_tokens_are_refused(sites):
     mixed = [*_with_top(samples[:2], 3), *samples[2:]]
     with pytest.raises(ValueError, match=r"equally many top_tokens at a position; got \[0, 3\]"):
         make_micro_batch(mixed, _numbered_store(sites, samples), sites)
+
+
+def test_tokens_that_were_given_between_turns_have_no_loss(sites):
+    samples = _samples(sites)
+    given = torch.tensor([0, 1, 0, 1], dtype=torch.uint8)
+    samples[2] = replace(samples[2], given=given)  # 7 prompt tokens, 4 of the response
+    micro_batch = make_micro_batch(samples, _numbered_store(sites, samples), sites)
+    assert micro_batch.loss_mask[2].nonzero()[:, 0].tolist() == [6, 8]
+    assert micro_batch.loss_mask[0].sum() == 3

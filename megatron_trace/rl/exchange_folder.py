@@ -1,0 +1,177 @@
+"""The samples of a running exchange, as training on recorded rollouts reads them."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+from megatron_trace.hints.files import HintFiles
+from megatron_trace.hints.part import HintPart
+from megatron_trace.hints.sample_file import Place
+from megatron_trace.hints.settings_file import load_settings
+from megatron_trace.hints.store import RecordKind
+from megatron_trace.hints.types import HintKey, SiteHint
+from megatron_trace.rl.exchange import RUN_FILE, Batch, Exchange
+from megatron_trace.rl.rollout_folder import RewardedSample, RolloutFolder, advantages_of
+from megatron_trace.rl_config import LossConfig
+
+
+def open_samples(
+    folder: str | Path, loss: LossConfig, *, quantised: bool, drop_without_spread: bool
+) -> RolloutFolder | ExchangeFolder:
+    """Gives the samples of a folder of rollouts, or of a running exchange.
+
+    Args:
+        folder: The folder.
+        loss: The bound of staleness.
+        quantised: Whether the rollouts are quantised; an exchange waits for their settings.
+        drop_without_spread: Whether groups whose rewards are all equal are left out.
+
+    Raises:
+        ValueError: The folder has no sample, or settings contradict it.
+    """
+    if not (Path(folder) / RUN_FILE).is_file():
+        return RolloutFolder(folder).for_objective(loss, drop_without_spread=drop_without_spread)
+    return ExchangeFolder(
+        Exchange(folder), loss, quantised=quantised, drop_without_spread=drop_without_spread
+    )
+
+
+class ExchangeFolder:
+    """Samples of a run in the order of its steps; asking for one waits until it is there.
+
+    Sample n is sample n % samples_per_batch of batch n // samples_per_batch: which samples a step
+    trains on does not depend on who rolled them out, and a trainer that begins again gets the same.
+
+    Args:
+        exchange: The run.
+        loss: Its bound of staleness, if given, must be that of the run.
+        quantised: Whether the rollouts are quantised.
+        drop_without_spread: See `open_samples`; an exchange cannot.
+
+    Attributes:
+        hints: The hints.
+        settings: Quantiser settings of the samples; None for BF16.
+
+    Raises:
+        ValueError: A setting contradicts the run.
+        PausedError: The run was paused before there were settings.
+    """
+
+    unsettled: tuple[str, ...] = ()
+    without_spread: tuple[str, ...] = ()
+    stale: tuple[str, ...] = ()
+
+    def __init__(
+        self, exchange: Exchange, loss: LossConfig, *, quantised: bool, drop_without_spread: bool
+    ) -> None:
+        if drop_without_spread:
+            raise ValueError(
+                "objective=dapo leaves groups out, but a step of an exchange has a fixed number of "
+                "samples; choose another --trace-objective"
+            )
+        bound = exchange.settings.max_lag
+        if loss.max_lag not in (None, bound):
+            raise ValueError(
+                f"--trace-max-lag {loss.max_lag} contradicts max_lag={bound} of {exchange.folder}; "
+                "leave it out"
+            )
+        self.exchange = exchange
+        self.folder = exchange.folder
+        self.settings = load_settings(exchange.wait_for_settings()) if quantised else None
+        self.hints = _HintsOfWorkers(exchange)
+        self._batches: dict[int, tuple[Batch, dict[str, float]]] = {}
+
+    def __len__(self) -> int:
+        """Samples of the whole run."""
+        return self.exchange.settings.num_batches * self.exchange.settings.samples_per_batch
+
+    def __getitem__(self, index: int) -> RewardedSample:
+        """Gives a sample; waits until its batch is complete.
+
+        Raises:
+            PausedError: The run was paused meanwhile.
+            RuntimeError: The sample is of a version beyond the bound, or of a later one.
+            ValueError: A file is damaged.
+        """
+        batch, advantages = self._batch(index // self.exchange.settings.samples_per_batch)
+        reward = batch.rewards[index % self.exchange.settings.samples_per_batch]
+        name = reward.sample_id
+        self.hints.sources[name] = batch.folder
+        return RewardedSample(
+            self.hints.reader(name).sample(name), reward.reward, advantages[name]
+        )
+
+    def advantage(self, index: int) -> float:
+        """Gives a sample's advantage without reading its file."""
+        batch, advantages = self._batch(index // self.exchange.settings.samples_per_batch)
+        return advantages[
+            batch.rewards[index % self.exchange.settings.samples_per_batch].sample_id
+        ]
+
+    def with_own_reader(self) -> ExchangeFolder:
+        """Gives the same samples, to be read by another thread."""
+        other = copy.copy(self)
+        other.hints, other._batches = _HintsOfWorkers(self.exchange), {}
+        return other
+
+    def _batch(self, number: int) -> tuple[Batch, dict[str, float]]:
+        if number not in self._batches:
+            batch = self.exchange.wait_for_batch(number)
+            step = number // self.exchange.settings.batches_per_step
+            if not 0 <= step - batch.policy_version <= self.exchange.settings.max_lag:
+                raise RuntimeError(
+                    f"batch {number} of {self.folder} is of policy version {batch.policy_version}, "
+                    f"but step {step} trains on {step - self.exchange.settings.max_lag} to {step}; "
+                    "was a checkpoint removed, or the folder changed by hand?"
+                )
+            for old in [n for n in self._batches if n < number - 2 * self._batches_kept]:
+                del self._batches[old]
+            advantages = advantages_of({r.sample_id: r for r in batch.rewards})
+            self._batches[number] = (batch, advantages)
+        return self._batches[number]
+
+    @property
+    def _batches_kept(self) -> int:
+        return self.exchange.settings.batches_per_step
+
+
+class _HintsOfWorkers:
+    """Hints of all workers' folders: a `HintSource`.
+
+    Attributes:
+        sources: Folder of each sample, relative to the run's.
+    """
+
+    def __init__(self, exchange: Exchange) -> None:
+        self.sources: dict[str, str] = {}
+        self._exchange = exchange
+        self._readers: dict[str, HintFiles] = {}
+
+    def reader(self, sample_id: str) -> HintFiles:
+        """Gives the reader of the folder that a sample is in.
+
+        Raises:
+            LookupError: The sample was not asked for before.
+        """
+        if sample_id not in self.sources:
+            raise LookupError(f"{self._exchange.folder}: sample {sample_id} is of no known batch")
+        name = self.sources[sample_id]
+        if name not in self._readers:
+            self._readers[name] = HintFiles(self._exchange.folder / name)
+        return self._readers[name]
+
+    def get(
+        self,
+        key: HintKey,
+        *,
+        num_rows: int,
+        kind: RecordKind = RecordKind.HINT,
+        part: HintPart | None = None,
+    ) -> SiteHint:
+        """Gives the record of one sample at one place; see `HintFiles.get`."""
+        return self.reader(key.sample_id).get(key, num_rows=num_rows, kind=kind, part=part)
+
+    def places(self, sample_id: str, kind: RecordKind = RecordKind.HINT) -> tuple[Place, ...]:
+        """Gives the (layer, site) of a sample's records in ascending order."""
+        return self.reader(sample_id).places(kind)
