@@ -78,6 +78,10 @@ class PageLayout:
         """Gives the shape of packed pages, uint8 [P, G, lines, bytes of a line]."""
         return num_pages, num_heads, self.lines, self.line_bytes
 
+    def place(self, offset: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Gives the line of a token of a page, and its place in the line."""
+        return offset // self.tokens_per_line, offset % self.tokens_per_line
+
     def split(self, stored: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Gives views of packed pages.
 
@@ -169,7 +173,7 @@ class PackedPages:
             packed_codes: uint8 [T, G, code bytes].
             scale_bytes: uint8 [T, G, B].
         """
-        line, token = offset // self.layout.tokens_per_line, offset % self.layout.tokens_per_line
+        line, token = self.layout.place(offset)
         codes, scales = self.layout.split(self.stored)
         codes[block, :, line, token] = packed_codes
         scales[block, :, line, token] = scale_bytes

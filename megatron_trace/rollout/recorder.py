@@ -167,6 +167,30 @@ class Recorder:
         if not self.keeps(layer, site):
             return
         started = time.perf_counter()
+        step = self._note(layer, site)
+        if not site.is_cached:
+            for pages, rows in zip(
+                self._pages_of((layer, site), packed_codes, scale_bytes),
+                (packed_codes, scale_bytes),
+                strict=True,
+            ):
+                pages[step.pages, step.offsets] = rows
+        self.seconds += time.perf_counter() - started
+
+    def put_cached(self, layer: int, site: Site) -> None:
+        """Notes that keys or values were quantised for the rows of the step; the cache keeps them.
+
+        Args:
+            layer: Decoder layer.
+            site: k or v.
+
+        Raises:
+            RuntimeError: They were in this step already.
+        """
+        if self.keeps(layer, site):
+            self._note(layer, site)
+
+    def _note(self, layer: int, site: Site) -> _Step:
         step, place = self._step, (layer, site)
         assert step is not None, "keeps says so"
         if step.times_put[place]:
@@ -175,14 +199,7 @@ class Recorder:
                 "rows cannot be told apart"
             )
         step.times_put[place] = 1
-        if not site.is_cached:
-            for pages, rows in zip(
-                self._pages_of(place, packed_codes, scale_bytes),
-                (packed_codes, scale_bytes),
-                strict=True,
-            ):
-                pages[step.pages, step.offsets] = rows
-        self.seconds += time.perf_counter() - started
+        return step
 
     def put_slots(
         self,

@@ -69,6 +69,22 @@ class RolloutSites:
         """Gives the FP32 global scale of a place, 0-d; None if its format has none."""
         return self._scales[layer, site] if self.format_of(site).has_global_scale else None
 
+    def begin(self, layer: int, site: Site, x: torch.Tensor) -> None:
+        """Counts a quantiser's call, checks its input and watches it for saturation.
+
+        Args:
+            layer: Decoder layer.
+            site: fc1, k or v.
+            x: BF16 [N, K], a row per token of the step in its order, padding last.
+
+        Raises:
+            RuntimeError: A value is NaN or Inf, if the settings ask for the check.
+        """
+        self.calls[layer, site] += 1
+        self.check_finite(layer, site, x)
+        num_rows = self.recorder.num_rows
+        self._watch(layer, site, x if num_rows is None else x[:num_rows])
+
     def record(
         self, layer: int, site: Site, x: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -84,10 +100,7 @@ class RolloutSites:
             packed_codes: uint8 [N, K * bits of a code / 8].
             scale_bytes: uint8 [N, B].
         """
-        self.calls[layer, site] += 1
-        self.check_finite(layer, site, x)
-        num_rows = self.recorder.num_rows
-        self._watch(layer, site, x if num_rows is None else x[:num_rows])
+        self.begin(layer, site, x)
         number_format = self.format_of(site)
         y, packed_codes, scale_bytes = ops.rtn_record(
             x,

@@ -150,10 +150,10 @@ def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def _poison(pages: PackedPages, page: int, first: int) -> None:
-    token = torch.arange(first, pages.page_tokens, device=pages.stored.device)
-    line, place = token // pages.layout.tokens_per_line, token % pages.layout.tokens_per_line
+    offset = torch.arange(first, pages.page_tokens, device=pages.stored.device)
+    line, token = pages.layout.place(offset)
     for part in pages.layout.split(pages.stored[page]):
-        part[:, line, place] = STALE
+        part[:, line, token] = STALE
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,8 @@ from megatron_trace.formats import FORMAT_SETS
 from megatron_trace.hints import HintStore, RolloutSample, Site, site_format
 from megatron_trace.metrics import LogprobGap, logprob_gap
 from megatron_trace.rollout import RolloutEngine
-from megatron_trace.rollout.kv_cache import unpack_values
+from megatron_trace.rollout.kernels import ops as kv_ops
+from megatron_trace.rollout.pages import PackedPages
 from megatron_trace.rollout.weights import plain_digest
 from megatron_trace.testing.assertions import assert_same_bytes
 from megatron_trace.testing.tiny_rollout import (
@@ -192,9 +193,14 @@ def test_the_cache_holds_what_the_format_gives(pair):
     number_format = FORMAT_SETS[pair.trace["number_format"]].kv_cache
     x = torch.randn(7, 2, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
     scale = pair.engine.sites.scale(1, Site.V)
-    stored = pair.engine._server.context.stored_form(1, Site.V, x)
+    layout = pair.engine._server.context.layout
+    stored = torch.zeros(layout.shape(1, 2), dtype=torch.uint8)
+    pages = PackedPages(stored, layout, scale)
+    block, offset = torch.zeros(7, dtype=torch.int64), torch.arange(7)
+    kv_ops.append(x, x, pages, pages, block, offset, num_bits=None)
+    found = pages.read(torch.zeros(1, 1, dtype=torch.int64), torch.tensor([7]), 7)
     expected = number_format.specification.rtn(x, scale, **number_format.rules)
-    assert_same_bytes(unpack_values(stored, number_format, scale), expected, "values")
+    assert_same_bytes(found[0], expected, "values")
 
 
 def test_formats_without_global_scales_need_no_calibration(weights):

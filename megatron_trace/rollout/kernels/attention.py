@@ -10,6 +10,8 @@ exact there, q is scaled by a power of two, and weights are raised by 2^15.
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -116,6 +118,7 @@ def paged_attention(
             PAGE=keys.page_tokens,
             LINE_TOKENS=keys.layout.tokens_per_line,
             LINE_BYTES=keys.layout.line_bytes,
+            ALIGNED=math.gcd(keys.layout.line_bytes, keys.layout.code_bytes, 16),
             TOKENS=_TOKENS,
             **shape,
         )
@@ -144,6 +147,7 @@ def _attention_kernel(
     PAGE: tl.constexpr,
     LINE_TOKENS: tl.constexpr,
     LINE_BYTES: tl.constexpr,
+    ALIGNED: tl.constexpr,
     TOKENS: tl.constexpr,
     H: tl.constexpr,
     G: tl.constexpr,
@@ -186,7 +190,8 @@ def _attention_kernel(
             code_at = line * LINE_BYTES + offset % LINE_TOKENS * (D // 2)
             scale_at = line * LINE_BYTES + LINE_TOKENS * (D // 2)
             scale_at += offset % LINE_TOKENS * (D // 16)
-            code_at = code_at[:, None] + half[None, :]
+            # Triton 3.6 takes lines of 54 bytes for aligned to 16.
+            code_at = tl.multiple_of(code_at[:, None] + half[None, :], (ALIGNED, ALIGNED))
             scale_at = scale_at[:, None] + half[None, :] // 8
             present = known[:, None] & in_head[None, :]
 

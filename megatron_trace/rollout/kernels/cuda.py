@@ -13,12 +13,14 @@ from pathlib import Path
 import torch
 
 from megatron_trace.rollout.kernels.attention import require_e2m1_e4m3
-from megatron_trace.rollout.pages import PackedPages
+from megatron_trace.rollout.pages import LINE_VALUES, PackedPages
 
 SOURCE = Path(__file__).with_name("decode_attention.cu")
 HEAD_DIMS = (64, 128, 256)
 MAX_RATIO = 16
-# Partial results of a block are of 8 query heads, or 16.
+# As in decode_attention.cu: lines of a tile, and query heads of a group.
+_LINES = 32
+_LINE_BYTES = 144
 _HEADS_OF_GROUP = 8
 
 
@@ -46,11 +48,12 @@ def why_not(keys: PackedPages, num_query_heads: int, device: torch.device) -> st
             f"1 to {MAX_RATIO} query heads must share a key/value head; got {num_query_heads} "
             f"query heads and {keys.num_heads} key/value heads"
         )
-    # Of pages, tiles (32 lines) and 32 copies of a tile, each must divide the next, or the page.
-    tile = 32 * 256 // layout.head_dim
-    page = layout.page_tokens
-    if (page % tile and tile % page) or page * 32 < tile:
-        return f"pages must divide {tile} tokens, or be a multiple; got pages of {page}"
+    # A tile is copied from one page, or by one lane of a warp from each of its pages.
+    page, tile = layout.page_tokens, _LINES * LINE_VALUES // layout.head_dim
+    if page % tile and tile % page:
+        return f"the tokens of a page must divide {tile}, or be a multiple; got {page}"
+    if layout.line_bytes != _LINE_BYTES:
+        return f"pages of {page} tokens do not have whole lines of {LINE_VALUES} values"
     return _why_no_compiler()
 
 
@@ -91,15 +94,14 @@ def paged_attention(
         if tensor.dtype != dtype:
             raise ValueError(f"{name} must be {dtype} for implementation cuda; got {tensor.dtype}")
     query, lengths = query.contiguous(), lengths.contiguous()
-    output = torch.zeros_like(query)
-    num_requests = len(lengths)
+    num_requests, num_rows = len(lengths), len(query)
     if num_requests == 0:
-        return output
+        return torch.zeros_like(query)
+    output = torch.empty_like(query)
     library = _library()
     heads, head_dim = keys.num_heads, query.shape[-1]
     ratio = query.shape[1] // heads
-    multiprocessors = torch.cuda.get_device_properties(query.device).multi_processor_count
-    num_blocks = multiprocessors * library.trace_decode_blocks_per_sm(ratio)
+    num_blocks = torch.cuda.get_device_properties(query.device).multi_processor_count
     padded = math.ceil(ratio / _HEADS_OF_GROUP) * _HEADS_OF_GROUP
     slots = num_requests * heads + num_blocks
     partial = query.new_empty((slots, padded, head_dim), dtype=torch.float32)
@@ -119,7 +121,15 @@ def paged_attention(
         sums,
         ranges,
     )
-    numbers = (num_requests, heads, ratio, head_dim, keys.page_tokens, block_table.stride(0))
+    numbers = (
+        num_requests,
+        num_rows,
+        heads,
+        ratio,
+        head_dim,
+        keys.page_tokens,
+        block_table.stride(0),
+    )
     with torch.cuda.device_of(query):
         error = library.trace_decode_attention(
             *(ctypes.c_void_p(tensor.data_ptr()) for tensor in tensors if tensor is not None),
@@ -130,8 +140,9 @@ def paged_attention(
         )
     if error:
         raise RuntimeError(
-            f"decode attention with {numbers} (requests, key/value heads, query heads of each, "
-            f"head dim, tokens of a page, pages of a request) was refused by CUDA: error {error}"
+            f"decode attention with {numbers} (requests, rows, key/value heads, query heads of "
+            "each, head dim, tokens of a page, pages of a request) was refused by CUDA: error "
+            f"{error}"
         )
     return output
 

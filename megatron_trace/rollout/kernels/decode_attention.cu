@@ -7,13 +7,13 @@
 // tiles b T / B to (b + 1) T / B, whichever segments they are of, and leaves one partial result for
 // each segment it has a part of; `combine` adds them up. So lengths never reach the host.
 //
-// A warp has its own tiles, its own ring of stages in shared memory that bulk copies fill, and its
-// own running softmax; warps meet only at the end of a segment.
+// A warp has its own tiles, its own place in shared memory for keys and for values, which bulk
+// copies fill, and its own running softmax; warps meet only at the end of a segment.
 //
 // Scores are K q^T: tokens are the rows of an MMA and query heads its columns, so that no row is
-// wasted where H is 8. Thread t of 4 holds columns t D / 4 to (t + 1) D / 4 of a token, as they are
-// stored; q is permuted alike. Outputs are V^T p^T: columns are rows, tokens are summed over; thread
-// g of 8 holds D / 8 neighbouring columns, and two tokens' words make pairs.
+// wasted where H is 8. Thread t of 4 holds columns t D / 4 to (t + 1) D / 4 of a token, as they
+// are stored; q is permuted alike. Outputs are V^T p^T: columns are rows, tokens are summed over;
+// thread g of 8 holds D / 8 neighbouring columns, and two tokens' words make pairs.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
@@ -22,27 +22,21 @@
 
 namespace {
 
-#ifndef WARPS
-#define WARPS 4
-#endif
-#ifndef STAGES
-#define STAGES 2
-#endif
-#ifndef LINES
-#define LINES 32
-#endif
-#ifndef BLOCKS_PER_SM
-#define BLOCKS_PER_SM 2
-#endif
-
+constexpr int LINES = 32;
 constexpr int LINE_BYTES = 144;
 constexpr int CODE_BYTES = 128;
-constexpr int THREADS = WARPS * 32;
+// Warps of a block, one block for each multiprocessor: as many as registers allow, of which 64 NT
+// of each thread hold the output. NT: groups of 8 query heads.
+template <int NT>
+constexpr int WARPS = NT == 1 ? 12 : 8;
+template <int NT>
+constexpr int THREADS = WARPS<NT> * 32;
 constexpr float LOG2_E = 1.4426950408889634f;
-// p is at most 2^(RAISED + SLACK) = 2^15, so that FP16 holds it and what is 2^-39 of it; the maximum
-// is renewed only where a score exceeds it by more than SLACK powers of two.
+// p is at most 2^(RAISED + SLACK) = 2^15, so that FP16 holds it and what is 2^-39 of it; the
+// maximum is renewed only where a score exceeds it by more than SLACK powers of two.
 constexpr float RAISED = 7.0f;
 constexpr float SLACK = 8.0f;
+constexpr float LOWEST = -1e30f;
 
 struct Arguments {
     const __nv_bfloat16* query;
@@ -57,7 +51,7 @@ struct Arguments {
     float4* partial;        // [R G + blocks, NT, D / 16, 32]
     float2* partial_sums;   // [R G + blocks, NT * 8]: maximum and sum
     int2* partial_range;    // [R G]: first block with a part of the segment, and last
-    int num_requests, num_heads, ratio, page_tokens, table_stride;
+    int num_requests, num_rows, num_heads, ratio, page_tokens, table_stride;
     float scale;
 };
 
@@ -65,8 +59,9 @@ template <int D>
 struct Shape {
     static constexpr int TOKENS_PER_LINE = 256 / D;
     static constexpr int TOKENS = LINES * TOKENS_PER_LINE;
-    static constexpr int STAGE_BYTES = 2 * LINES * LINE_BYTES;
+    static constexpr int PLACE_BYTES = LINES * LINE_BYTES;     // keys or values of a tile
     static constexpr int TILES = D / 16;       // MMAs of 16 columns of the output
+    static constexpr int MERGED = 4;           // of them, in one go
     static constexpr int KEY_WORDS = D / 32;   // of a token and thread
     static constexpr int VALUE_WORDS = D / 64;
 };
@@ -74,14 +69,14 @@ struct Shape {
 template <int D, int NT>
 struct Shared {
     using S = Shape<D>;
-    static constexpr int STAGES_AT = 0;
-    static constexpr int SUMS_AT = STAGES_AT + WARPS * STAGES * S::STAGE_BYTES;
-    static constexpr int QUERY_AT = SUMS_AT + WARPS * S::TILES * 512;
+    static constexpr int PLACES_AT = 0;
+    static constexpr int SUMS_AT = PLACES_AT + 2 * WARPS<NT> * S::PLACE_BYTES;
+    static constexpr int QUERY_AT = SUMS_AT + WARPS<NT> * S::MERGED * 512;
     static constexpr int FACTORS_AT = QUERY_AT + NT * S::KEY_WORDS * 512;
     static constexpr int SOFTMAX_AT = FACTORS_AT + NT * 32;
-    static constexpr int BARRIERS_AT = SOFTMAX_AT + WARPS * NT * 64;
-    static constexpr int WARP_SUMS_AT = BARRIERS_AT + WARPS * STAGES * 8;
-    static constexpr int PREFIX_AT = WARP_SUMS_AT + WARPS * 4;
+    static constexpr int BARRIERS_AT = SOFTMAX_AT + WARPS<NT> * NT * 64;
+    static constexpr int WARP_SUMS_AT = BARRIERS_AT + 2 * WARPS<NT> * 8;
+    static constexpr int PREFIX_AT = WARP_SUMS_AT + WARPS<NT> * 4;
     static int bytes(int num_requests) { return PREFIX_AT + 4 * (num_requests + 1); }
 };
 
@@ -119,11 +114,11 @@ struct Segment {
 };
 
 // Tiles before each request, per head; all threads of the block take part.
-template <int TOKENS>
+template <int TOKENS, int NT>
 __device__ __forceinline__ void prefix_sums(
     const int* lengths, int num_requests, int* prefix, int* warp_sums) {
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    int each = (num_requests + THREADS - 1) / THREADS;
+    int each = (num_requests + THREADS<NT> - 1) / THREADS<NT>;
     int first = threadIdx.x * each;
     int sum = 0;
     for (int i = 0; i < each; ++i) {
@@ -182,13 +177,13 @@ __device__ __forceinline__ int line_of(int token) {
 }
 
 template <int D>
-__device__ __forceinline__ const uint8_t* codes_of(const uint8_t* stage, int token) {
-    return stage + line_of<D>(token) + token % Shape<D>::TOKENS_PER_LINE * (D / 2);
+__device__ __forceinline__ const uint8_t* codes_of(const uint8_t* lines, int token) {
+    return lines + line_of<D>(token) + token % Shape<D>::TOKENS_PER_LINE * (D / 2);
 }
 
 template <int D>
-__device__ __forceinline__ const uint8_t* scales_at(const uint8_t* stage, int token) {
-    return stage + line_of<D>(token) + CODE_BYTES + token % Shape<D>::TOKENS_PER_LINE * (D / 16);
+__device__ __forceinline__ const uint8_t* scales_at(const uint8_t* lines, int token) {
+    return lines + line_of<D>(token) + CODE_BYTES + token % Shape<D>::TOKENS_PER_LINE * (D / 16);
 }
 
 // What a warp knows of the softmax of a segment; heads 2 t and 2 t + 1 of each group of 8.
@@ -331,39 +326,48 @@ __device__ __forceinline__ void softmax(
     }
 }
 
-// Adds the values of 16 tokens from `token` on, times their weights.
-template <int D, int NT, bool MASKED>
-__device__ __forceinline__ void add_values(
-    const uint8_t* values, const uint32_t (&weights)[NT][2], int token, int num_tokens, int lane,
-    Running<D, NT>& running) {
-    using S = Shape<D>;
-    constexpr int WORDS = S::VALUE_WORDS;
-    constexpr int SCALES = D == 256 ? 2 : 1;
-    int g = lane / 4, t = lane % 4;
+// Codes and block scales of the values of a thread's 4 tokens of 16.
+template <int D>
+struct Values {
+    static constexpr int WORDS = Shape<D>::VALUE_WORDS;
+    static constexpr int SCALES = D == 256 ? 2 : 1;
     uint32_t words[4][WORDS], bytes[4];
+
+    template <bool MASKED>
+    __device__ __forceinline__ void load(
+        const uint8_t* values, int token, int num_tokens, int lane) {
+        int g = lane / 4, t = lane % 4;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        int row = token + 2 * t + i % 2 + 8 * (i / 2);
-        load_words(codes_of<D>(values, row) + g * (D / 16), words[i]);
-        bytes[i] = load_scales<SCALES>(scales_at<D>(values, row) + g * D / 128);
-        // A weight of 0 does not take out the NaN that an older request may have left.
-        if (MASKED && row >= num_tokens) bytes[i] = 0;
+        for (int i = 0; i < 4; ++i) {
+            int row = token + 2 * t + i % 2 + 8 * (i / 2);
+            load_words(codes_of<D>(values, row) + g * (D / 16), words[i]);
+            bytes[i] = load_scales<SCALES>(scales_at<D>(values, row) + g * D / 128);
+            // A weight of 0 does not take out the NaN that an older request may have left.
+            if (MASKED && row >= num_tokens) bytes[i] = 0;
+        }
     }
+};
+
+// Adds the values of 16 tokens, times their weights.
+template <int D, int NT>
+__device__ __forceinline__ void add(
+    const Values<D>& values, const uint32_t (&weights)[NT][2], Running<D, NT>& running) {
+    constexpr int SCALES = Values<D>::SCALES;
     uint32_t scale[2][SCALES];
 #pragma unroll
     for (int two = 0; two < 2; ++two) {
-        scale[two][0] = scales_of(bytes_of(bytes[2 * two], bytes[2 * two + 1], 0x0040));
-        if constexpr (SCALES == 2)
-            scale[two][1] = scales_of(bytes_of(bytes[2 * two], bytes[2 * two + 1], 0x0051));
+        uint32_t first = values.bytes[2 * two], second = values.bytes[2 * two + 1];
+        scale[two][0] = scales_of(bytes_of(first, second, 0x0040));
+        if constexpr (SCALES == 2) scale[two][1] = scales_of(bytes_of(first, second, 0x0051));
     }
 #pragma unroll
-    for (int word = 0; word < WORDS; ++word) {
+    for (int word = 0; word < Values<D>::WORDS; ++word) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             uint32_t pairs[2][4];
 #pragma unroll
             for (int two = 0; two < 2; ++two) {
-                decode(bytes_of(words[2 * two][word], words[2 * two + 1][word],
+                decode(bytes_of(values.words[2 * two][word], values.words[2 * two + 1][word],
                                 half ? 0x7632 : 0x5410),
                        pairs[two]);
 #pragma unroll
@@ -383,25 +387,30 @@ __device__ __forceinline__ void add_values(
     }
 }
 
-template <int D, int NT, bool MASKED>
+// Attends to a tile. Keys are there; `used_keys` is called once they are not needed any more, and
+// `await_values` before the first value is.
+template <int D, int NT, bool MASKED, typename UsedKeys, typename AwaitValues>
 __device__ __forceinline__ void attend(
-    const uint8_t* stage, const uint4* query, const float (&factor)[NT][2], int num_tokens,
-    int lane, Running<D, NT>& running) {
+    const uint8_t* keys, const uint8_t* values, const uint4* query, const float (&factor)[NT][2],
+    int num_tokens, int lane, Running<D, NT>& running, UsedKeys used_keys,
+    AwaitValues await_values) {
     using S = Shape<D>;
     constexpr int U = S::TOKENS >= 32 && NT == 1 ? 2 : 1;
-    const uint8_t* values = stage + LINES * LINE_BYTES;
+    int end = MASKED ? num_tokens : S::TOKENS;
 #pragma unroll 1
-    for (int token = 0; token < S::TOKENS; token += 16 * U) {
-        if (MASKED && token >= num_tokens) break;
+    for (int token = 0; token < end; token += 16 * U) {
         float score[U][NT][4];
         uint32_t weights[U][NT][2];
-        scores<D, NT, U>(stage, query, token, lane, score);
+        scores<D, NT, U>(keys, query, token, lane, score);
+        if (token + 16 * U >= end) used_keys();
         softmax<D, NT, U, MASKED>(score, factor, running, token, num_tokens, lane, weights);
+        if (token == 0) await_values();
+        Values<D> loaded[U];
 #pragma unroll
-        for (int u = 0; u < U; ++u) {
-            add_values<D, NT, MASKED>(values, weights[u], token + 16 * u, num_tokens, lane,
-                                      running);
-        }
+        for (int u = 0; u < U; ++u)
+            loaded[u].template load<MASKED>(values, token + 16 * u, num_tokens, lane);
+#pragma unroll
+        for (int u = 0; u < U; ++u) add<D, NT>(loaded[u], weights[u], running);
     }
 }
 
@@ -416,7 +425,7 @@ __device__ __forceinline__ void load_query(
     float common = a.scale * LOG2_E * UNIT * *a.key_scale;
     const __nv_bfloat16* rows =
         a.query + (static_cast<int64_t>(a.row_starts[request]) * a.num_heads + head) * a.ratio * D;
-    for (int n = warp; n < NT * 8; n += WARPS) {
+    for (int n = warp; n < NT * 8; n += WARPS<NT>) {
         constexpr int EACH = D / 32;
         float x[EACH];
         float largest = 0.0f;
@@ -441,6 +450,22 @@ __device__ __forceinline__ void load_query(
             halves[2 * slot + code / 4] = __float2half_rn(x[i] * down);
         }
     }
+}
+
+__device__ __forceinline__ float4 sum_of(float4 a, float4 b) {
+    return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
+}
+
+// Writes two columns of two heads of the output.
+template <int D>
+__device__ __forceinline__ void write(
+    const Arguments& a, int request, int head, int n, int tile, int lane, float4 sum, float first,
+    float second) {
+    int column = lane / 4 * (D / 8) + 2 * tile, of_head = n * 8 + lane % 4 * 2;
+    int64_t row = static_cast<int64_t>(a.row_starts[request]) * a.num_heads + head;
+    auto* to = reinterpret_cast<__nv_bfloat162*>(a.output + (row * a.ratio + of_head) * D + column);
+    if (of_head < a.ratio) to[0] = __floats2bfloat162_rn(sum.x * first, sum.z * first);
+    if (of_head + 1 < a.ratio) to[D / 2] = __floats2bfloat162_rn(sum.y * second, sum.w * second);
 }
 
 // Adds up what the warps of a block have of a segment, and writes it: the outputs if the block has
@@ -473,10 +498,10 @@ __device__ __forceinline__ void merge(
         for (int i = 0; i < 2; ++i) {
             int head = n * 8 + 2 * t + i;
             largest[i] = -INFINITY;
-            for (int w = 0; w < WARPS; ++w)
+            for (int w = 0; w < WARPS<NT>; ++w)
                 largest[i] = fmaxf(largest[i], softmaxes[w * NT * 8 + head].x);
             total[i] = 0.0f;
-            for (int w = 0; w < WARPS; ++w) {
+            for (int w = 0; w < WARPS<NT>; ++w) {
                 float2 of_warp = softmaxes[w * NT * 8 + head];
                 total[i] += of_warp.y * (of_warp.x == -INFINITY ? 0.0f
                                                                 : exp2_of(of_warp.x - largest[i]));
@@ -492,47 +517,34 @@ __device__ __forceinline__ void merge(
                 a.partial_sums[static_cast<int64_t>(slot) * NT * 8 + head] =
                     make_float2(largest[i], total[i]);
         }
-        if (n > 0) __syncthreads();
 #pragma unroll
-        for (int tile = 0; tile < S::TILES; ++tile) {
-            float(&c)[4] = running.output[n][tile];
-            sums[(warp * S::TILES + tile) * 32 + lane] = make_float4(c[0], c[1], c[2], c[3]);
-        }
-        __syncthreads();
-        for (int tile = warp; tile < S::TILES; tile += WARPS) {
-            float4 sum = sums[tile * 32 + lane];
-            for (int w = 1; w < WARPS; ++w) {
-                float4 other = sums[(w * S::TILES + tile) * 32 + lane];
-                sum.x += other.x;
-                sum.y += other.y;
-                sum.z += other.z;
-                sum.w += other.w;
+        for (int from = 0; from < S::TILES; from += S::MERGED) {
+#pragma unroll
+            for (int i = 0; i < S::MERGED; ++i) {
+                float(&c)[4] = running.output[n][from + i];
+                sums[(warp * S::MERGED + i) * 32 + lane] = make_float4(c[0], c[1], c[2], c[3]);
             }
-            if (!whole) {
-                a.partial[((static_cast<int64_t>(slot) * NT + n) * S::TILES + tile) * 32 + lane] =
-                    sum;
-                continue;
+            __syncthreads();
+            for (int i = warp; i < S::MERGED; i += WARPS<NT>) {
+                float4 sum = sums[i * 32 + lane];
+                for (int w = 1; w < WARPS<NT>; ++w)
+                    sum = sum_of(sum, sums[(w * S::MERGED + i) * 32 + lane]);
+                int tile = from + i;
+                if (whole) {
+                    write<D>(a, segment.request, segment.head, n, tile, lane, sum,
+                             value_scale / total[0], value_scale / total[1]);
+                } else {
+                    int64_t place = (static_cast<int64_t>(slot) * NT + n) * S::TILES + tile;
+                    a.partial[place * 32 + lane] = sum;
+                }
             }
-            int column = g * (D / 8) + 2 * tile, head = n * 8 + 2 * t;
-            int64_t row = static_cast<int64_t>(a.row_starts[segment.request]) * a.num_heads +
-                          segment.head;
-            auto* to = reinterpret_cast<__nv_bfloat162*>(
-                a.output + (row * a.ratio + head) * D + column);
-            if (head < a.ratio) {
-                float by = value_scale / total[0];
-                to[0] = __floats2bfloat162_rn(sum.x * by, sum.z * by);
-            }
-            if (head + 1 < a.ratio) {
-                float by = value_scale / total[1];
-                to[D / 2] = __floats2bfloat162_rn(sum.y * by, sum.w * by);
-            }
+            __syncthreads();
         }
     }
-    __syncthreads();
 }
 
 template <int D, int NT>
-__global__ void __launch_bounds__(THREADS, NT == 1 ? BLOCKS_PER_SM : 1)
+__global__ void __launch_bounds__(THREADS<NT>, 1)
     attention_kernel(const __grid_constant__ Arguments a) {
     using S = Shape<D>;
     using At = Shared<D, NT>;
@@ -541,21 +553,25 @@ __global__ void __launch_bounds__(THREADS, NT == 1 ? BLOCKS_PER_SM : 1)
     auto* query = reinterpret_cast<uint4*>(shared + At::QUERY_AT);
     auto* factors = reinterpret_cast<float*>(shared + At::FACTORS_AT);
     auto* prefix = reinterpret_cast<int*>(shared + At::PREFIX_AT);
-    uint8_t* ring = shared + At::STAGES_AT + warp * STAGES * S::STAGE_BYTES;
-    uint32_t barriers = shared_address(shared + At::BARRIERS_AT) + warp * STAGES * 8;
-    if (lane < STAGES) barrier_init(barriers + 8 * lane);
+    uint8_t* keys = shared + At::PLACES_AT + 2 * warp * S::PLACE_BYTES;
+    uint8_t* values = keys + S::PLACE_BYTES;
+    uint32_t has_keys = shared_address(shared + At::BARRIERS_AT) + 16 * warp;
+    uint32_t has_values = has_keys + 8;
+    if (lane < 2) barrier_init(has_keys + 8 * lane);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    prefix_sums<S::TOKENS>(a.lengths, a.num_requests, prefix,
-                           reinterpret_cast<int*>(shared + At::WARP_SUMS_AT));
+    asm volatile("griddepcontrol.launch_dependents;");
+    prefix_sums<S::TOKENS, NT>(a.lengths, a.num_requests, prefix,
+                               reinterpret_cast<int*>(shared + At::WARP_SUMS_AT));
 
     int64_t num_tiles = static_cast<int64_t>(prefix[a.num_requests]) * a.num_heads;
     // No more blocks than give each warp a tile.
-    int64_t blocks = min(static_cast<int64_t>(gridDim.x), (num_tiles + WARPS - 1) / WARPS);
+    int64_t blocks = min(static_cast<int64_t>(gridDim.x), (num_tiles + WARPS<NT> - 1) / WARPS<NT>);
     if (blockIdx.x >= blocks) return;
     int first = static_cast<int>(num_tiles * blockIdx.x / blocks);
     int last = static_cast<int>(num_tiles * (blockIdx.x + 1) / blocks);
 
-    // Copies run STAGES tiles ahead, and page ids one tile further.
+    // The next tile's keys are copied as soon as this one's have been multiplied, its values
+    // likewise, and the page id of the tile after it is on the way.
     int chunk = min(a.page_tokens, S::TOKENS);
     int chunk_bytes = chunk / S::TOKENS_PER_LINE * LINE_BYTES;
     int64_t head_bytes =
@@ -563,8 +579,7 @@ __global__ void __launch_bounds__(THREADS, NT == 1 ? BLOCKS_PER_SM : 1)
     Segment copied;
     copied.find(first, prefix, a.num_requests, a.num_heads);
     int copied_length = a.lengths[copied.request];
-    int next = first + warp, next_stage = 0, next_page = 0, next_chunks = 0, next_offset = 0;
-    int next_head = 0;
+    int next = first + warp, next_page = 0, next_chunks = 0, next_offset = 0, next_head = 0;
     auto prepare = [&]() {
         next_chunks = 0;
         if (next >= last) return;
@@ -582,29 +597,35 @@ __global__ void __launch_bounds__(THREADS, NT == 1 ? BLOCKS_PER_SM : 1)
                               static_cast<int64_t>(copied.request) * a.table_stride +
                               token / a.page_tokens);
         }
-        next += WARPS;
+        next += WARPS<NT>;
     };
-    auto copy = [&]() {
+    auto copy = [&](uint8_t* to, const uint8_t* pages, uint32_t barrier) {
         if (next_chunks == 0) return;
-        uint32_t barrier = barriers + 8 * next_stage;
-        if (lane == 0) barrier_expect(barrier, 2 * next_chunks * chunk_bytes);
+        if (lane == 0) barrier_expect(barrier, next_chunks * chunk_bytes);
         __syncwarp();
         if (lane < next_chunks) {
             int64_t offset = (static_cast<int64_t>(next_page) * a.num_heads + next_head) *
                                  head_bytes + next_offset;
-            uint32_t to = shared_address(ring + next_stage * S::STAGE_BYTES) + lane * chunk_bytes;
-            copy_async(to, a.keys + offset, chunk_bytes, barrier);
-            copy_async(to + LINES * LINE_BYTES, a.values + offset, chunk_bytes, barrier);
+            copy_async(shared_address(to) + lane * chunk_bytes, pages + offset, chunk_bytes,
+                       barrier);
         }
-        next_stage = next_stage + 1 == STAGES ? 0 : next_stage + 1;
+    };
+    auto copy_keys = [&]() {
+        __syncwarp();
+        copy(keys, a.keys, has_keys);
+    };
+    auto copy_values = [&]() {
+        __syncwarp();
+        copy(values, a.values, has_values);
         prepare();
     };
     prepare();
-    for (int i = 0; i < STAGES; ++i) copy();
+    copy_keys();
+    copy_values();
 
     Segment segment;
     segment.find(first, prefix, a.num_requests, a.num_heads);
-    int stage = 0, parity = 0, tile = first + warp;
+    int parity = 0, tile = first + warp;
     while (true) {
         load_query<D, NT>(a, segment.request, segment.head, query, factors);
         int length = a.lengths[segment.request];
@@ -618,20 +639,18 @@ __global__ void __launch_bounds__(THREADS, NT == 1 ? BLOCKS_PER_SM : 1)
             factor[n][1] = factors[n * 8 + lane % 4 * 2 + 1];
         }
         int end = min(segment.end, last);
-        for (; tile < end; tile += WARPS) {
-            const uint8_t* filled = ring + stage * S::STAGE_BYTES;
-            barrier_wait(barriers + 8 * stage, parity);
+        for (; tile < end; tile += WARPS<NT>) {
+            barrier_wait(has_keys, parity);
+            auto await_values = [&]() { barrier_wait(has_values, parity); };
             int num_tokens = length - (tile - segment.begin) * S::TOKENS;
             if (num_tokens >= S::TOKENS)
-                attend<D, NT, false>(filled, query, factor, num_tokens, lane, running);
+                attend<D, NT, false>(keys, values, query, factor, num_tokens, lane, running,
+                                     copy_keys, await_values);
             else
-                attend<D, NT, true>(filled, query, factor, num_tokens, lane, running);
-            __syncwarp();
-            copy();
-            if (++stage == STAGES) {
-                stage = 0;
-                parity ^= 1;
-            }
+                attend<D, NT, true>(keys, values, query, factor, num_tokens, lane, running,
+                                    copy_keys, await_values);
+            copy_values();
+            parity ^= 1;
         }
         int index = segment.request * a.num_heads + segment.head;
         bool whole = segment.begin >= first && segment.end <= last;
@@ -649,69 +668,67 @@ __global__ void __launch_bounds__(THREADS, NT == 1 ? BLOCKS_PER_SM : 1)
     }
 }
 
-// Adds up the partial results of a segment (x); 64 places of 4 values each (y), 4 ways.
+// Writes 0 to rows of the output that no request has.
+__device__ __forceinline__ void clear(
+    const Arguments& a, int from, int to, int head, int num_heads, int head_dim) {
+    int width = num_heads * a.ratio * head_dim / 8;
+    for (int row = from; row < to; ++row) {
+        auto* at = reinterpret_cast<uint4*>(
+            a.output + (static_cast<int64_t>(row) * a.num_heads + head) * a.ratio * head_dim);
+        for (int i = threadIdx.x; i < width; i += blockDim.x) at[i] = make_uint4(0, 0, 0, 0);
+    }
+}
+
+// Adds up the partial results of a segment (x), of 16 columns and 8 heads (y), 8 ways.
 template <int D, int NT>
 __global__ void __launch_bounds__(256) combine_kernel(const __grid_constant__ Arguments a) {
     using S = Shape<D>;
-    int index = blockIdx.x, request = index / a.num_heads;
+    constexpr int WAYS = 8;
+    int index = blockIdx.x, request = index / a.num_heads, head = index % a.num_heads;
+    if (blockIdx.y == 0) {
+        if (index == 0) clear(a, a.row_starts[a.num_requests], a.num_rows, 0, a.num_heads, D);
+        if (a.lengths[request] == 0)
+            clear(a, a.row_starts[request], a.row_starts[request + 1], head, 1, D);
+    }
     if (a.lengths[request] == 0) return;
+    asm volatile("griddepcontrol.wait;" ::: "memory");
     int2 range = a.partial_range[index];
     if (range.y < 0) return;
-    int way = threadIdx.x / 64;
-    int place = blockIdx.y * 64 + threadIdx.x % 64;
-    int lane = place % 32, tile = place / 32 % S::TILES, n = place / 32 / S::TILES;
-    int head = n * 8 + lane % 4 * 2;
-    const float2* softmaxes = a.partial_sums + static_cast<int64_t>(index) * NT * 8 + head;
-    float largest[2] = {-INFINITY, -INFINITY};
-    for (int slot = range.x; slot <= range.y; ++slot) {
-        float4 two = *reinterpret_cast<const float4*>(softmaxes + static_cast<int64_t>(slot) * NT * 8);
-        largest[0] = fmaxf(largest[0], two.x);
-        largest[1] = fmaxf(largest[1], two.z);
-    }
+    int lane = threadIdx.x % 32, way = threadIdx.x / 32;
+    int n = blockIdx.y / S::TILES, tile = blockIdx.y % S::TILES;
+    const float2* softmaxes =
+        a.partial_sums + static_cast<int64_t>(index) * NT * 8 + n * 8 + lane % 4 * 2;
+    const float4* parts =
+        a.partial + (static_cast<int64_t>(index) * NT * S::TILES + blockIdx.y) * 32 + lane;
+    float largest[2] = {LOWEST, LOWEST}, total[2] = {0.0f, 0.0f};
     float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    float total[2] = {0.0f, 0.0f};
+    auto include = [&](float4 two, float4 part) {
+        float first = fmaxf(largest[0], two.x), second = fmaxf(largest[1], two.z);
+        float shrink[2] = {exp2_of(largest[0] - first), exp2_of(largest[1] - second)};
+        float grow[2] = {exp2_of(fmaxf(two.x, LOWEST) - first),
+                         exp2_of(fmaxf(two.z, LOWEST) - second)};
+        largest[0] = first;
+        largest[1] = second;
+        total[0] = total[0] * shrink[0] + two.y * grow[0];
+        total[1] = total[1] * shrink[1] + two.w * grow[1];
+        sum = make_float4(
+            sum.x * shrink[0] + part.x * grow[0], sum.y * shrink[1] + part.y * grow[1],
+            sum.z * shrink[0] + part.z * grow[0], sum.w * shrink[1] + part.w * grow[1]);
+    };
 #pragma unroll 4
-    for (int slot = range.x + way; slot <= range.y; slot += 4) {
-        float4 two = *reinterpret_cast<const float4*>(softmaxes + static_cast<int64_t>(slot) * NT * 8);
-        float4 part = a.partial[(static_cast<int64_t>(index + slot) * NT * S::TILES) * 32 + place];
-        float shrink[2] = {two.x == -INFINITY ? 0.0f : exp2_of(two.x - largest[0]),
-                           two.z == -INFINITY ? 0.0f : exp2_of(two.z - largest[1])};
-        total[0] += two.y * shrink[0];
-        total[1] += two.w * shrink[1];
-        sum.x += part.x * shrink[0];
-        sum.y += part.y * shrink[1];
-        sum.z += part.z * shrink[0];
-        sum.w += part.w * shrink[1];
+    for (int64_t slot = range.x + way; slot <= range.y; slot += WAYS) {
+        include(*reinterpret_cast<const float4*>(softmaxes + slot * NT * 8),
+                parts[slot * NT * S::TILES * 32]);
     }
-    __shared__ float4 sums[3][64];
-    __shared__ float2 totals[3][64];
-    if (way > 0) {
-        sums[way - 1][threadIdx.x % 64] = sum;
-        totals[way - 1][threadIdx.x % 64] = make_float2(total[0], total[1]);
-    }
+    __shared__ float4 sums[WAYS][32], totals[WAYS][32];
+    sums[way][lane] = sum;
+    totals[way][lane] = make_float4(largest[0], total[0], largest[1], total[1]);
     __syncthreads();
     if (way > 0) return;
-    for (int w = 0; w < 3; ++w) {
-        float4 other = sums[w][threadIdx.x];
-        sum.x += other.x;
-        sum.y += other.y;
-        sum.z += other.z;
-        sum.w += other.w;
-        total[0] += totals[w][threadIdx.x].x;
-        total[1] += totals[w][threadIdx.x].y;
-    }
+#pragma unroll
+    for (int other = 1; other < WAYS; ++other) include(totals[other][lane], sums[other][lane]);
     float value_scale = *a.value_scale * UNIT;
-    int column = lane / 4 * (D / 8) + 2 * tile;
-    int64_t row = static_cast<int64_t>(a.row_starts[request]) * a.num_heads + index % a.num_heads;
-    auto* to = reinterpret_cast<__nv_bfloat162*>(a.output + (row * a.ratio + head) * D + column);
-    if (head < a.ratio) {
-        float by = value_scale / total[0];
-        to[0] = __floats2bfloat162_rn(sum.x * by, sum.z * by);
-    }
-    if (head + 1 < a.ratio) {
-        float by = value_scale / total[1];
-        to[D / 2] = __floats2bfloat162_rn(sum.y * by, sum.w * by);
-    }
+    write<D>(a, request, head, n, tile, lane, sum, value_scale / total[0], value_scale / total[1]);
 }
 
 template <int D, int NT>
@@ -720,29 +737,33 @@ int launch(const Arguments& a, int num_blocks, cudaStream_t stream) {
     cudaError_t error = cudaFuncSetAttribute(
         attention_kernel<D, NT>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
     if (error != cudaSuccess) return error;
-    attention_kernel<D, NT><<<num_blocks, THREADS, bytes, stream>>>(a);
-    dim3 grid(a.num_requests * a.num_heads, NT * Shape<D>::TILES * 32 / 64);
-    combine_kernel<D, NT><<<grid, 256, 0, stream>>>(a);
-    return cudaGetLastError();
+    attention_kernel<D, NT><<<num_blocks, THREADS<NT>, bytes, stream>>>(a);
+    error = cudaGetLastError();
+    if (error != cudaSuccess) return error;
+    // Starts while the first kernel runs, and waits for it inside.
+    cudaLaunchAttribute attribute{};
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config{};
+    config.gridDim = dim3(a.num_requests * a.num_heads, NT * Shape<D>::TILES);
+    config.blockDim = dim3(256);
+    config.stream = stream;
+    config.attrs = &attribute;
+    config.numAttrs = 1;
+    return cudaLaunchKernelEx(&config, combine_kernel<D, NT>, a);
 }
 
 }  // namespace
 
 extern "C" {
 
-// Blocks that run at a time on one multiprocessor, by the number of query heads of a head.
-int trace_decode_blocks_per_sm(int ratio) { return ratio <= 8 ? BLOCKS_PER_SM : 1; }
-
-// Tokens of a tile: pages must be a multiple of it or divide it.
-int trace_decode_tile_tokens(int head_dim) { return LINES * 256 / head_dim; }
-
 // Starts both kernels; gives a cudaError_t, or -1 for a head dim or ratio without kernel.
 int trace_decode_attention(
     const void* query, void* output, const void* keys, const void* values, const void* key_scale,
     const void* value_scale, const void* block_table, const void* row_starts, const void* lengths,
-    void* partial, void* partial_sums, void* partial_range, int num_requests, int num_heads,
-    int ratio, int head_dim, int page_tokens, int table_stride, float scale, int num_blocks,
-    void* stream) {
+    void* partial, void* partial_sums, void* partial_range, int num_requests, int num_rows,
+    int num_heads, int ratio, int head_dim, int page_tokens, int table_stride, float scale,
+    int num_blocks, void* stream) {
     Arguments a{static_cast<const __nv_bfloat16*>(query),
                 static_cast<__nv_bfloat16*>(output),
                 static_cast<const uint8_t*>(keys),
@@ -755,15 +776,19 @@ int trace_decode_attention(
                 static_cast<float4*>(partial),
                 static_cast<float2*>(partial_sums),
                 static_cast<int2*>(partial_range),
-                num_requests, num_heads, ratio, page_tokens, table_stride, scale};
+                num_requests, num_rows, num_heads, ratio, page_tokens, table_stride, scale};
     auto on = static_cast<cudaStream_t>(stream);
     if (ratio < 1 || ratio > 16) return -1;
     bool wide = ratio > 8;
     switch (head_dim) {
-        case 64: return wide ? launch<64, 2>(a, num_blocks, on) : launch<64, 1>(a, num_blocks, on);
-        case 128: return wide ? launch<128, 2>(a, num_blocks, on) : launch<128, 1>(a, num_blocks, on);
-        case 256: return wide ? launch<256, 2>(a, num_blocks, on) : launch<256, 1>(a, num_blocks, on);
-        default: return -1;
+        case 64:
+            return wide ? launch<64, 2>(a, num_blocks, on) : launch<64, 1>(a, num_blocks, on);
+        case 128:
+            return wide ? launch<128, 2>(a, num_blocks, on) : launch<128, 1>(a, num_blocks, on);
+        case 256:
+            return wide ? launch<256, 2>(a, num_blocks, on) : launch<256, 1>(a, num_blocks, on);
+        default:
+            return -1;
     }
 }
 

@@ -39,7 +39,7 @@ def append(
         offset: integer [T], its place in the page.
         num_bits: Bits a value of the hint that is given; None gives none.
         implementation: `torch`; `triton` or `cuda` (one Triton kernel, of NVFP4 on a GPU); or
-            `auto` (that kernel where it can run).
+            `auto` (that kernel where it can run, else the kernels of the number format).
 
     Returns:
         Of keys and of values: hint uint8 [T, G D num_bits / 8] and block scales uint8 [T, G B].
@@ -48,13 +48,16 @@ def append(
         ValueError: The implementation cannot run on these pages.
     """
     _require_known(implementation)
+    arguments = (key, value, key_pages, value_pages, block, offset)
     has_kernel = key.is_cuda and key_pages.layout.number_format is NVFP4
-    if implementation == "torch" or (implementation == "auto" and not has_kernel):
-        function = reference.append
-    else:
-        # Only here: Triton looks for a GPU driver when it is imported.
-        from megatron_trace.rollout.kernels.append import append as function
-    return function(key, value, key_pages, value_pages, block, offset, num_bits=num_bits)
+    if implementation == "torch":
+        return reference.append(*arguments, num_bits=num_bits)
+    if implementation == "auto" and not has_kernel:
+        return reference.append(*arguments, num_bits=num_bits, implementation="auto")
+    # Only here: Triton looks for a GPU driver when it is imported.
+    from megatron_trace.rollout.kernels import append as kernel
+
+    return kernel.append(*arguments, num_bits=num_bits)
 
 
 def paged_attention(

@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from megatron_trace.formats import pack_hint
+from megatron_trace.formats import ops
+from megatron_trace.formats.ops import Implementation
 from megatron_trace.rollout.pages import PackedPages, ReadablePages
 
 Record = tuple[torch.Tensor, torch.Tensor]
@@ -24,6 +25,7 @@ def append(
     offset: torch.Tensor,
     *,
     num_bits: int | None,
+    implementation: Implementation = "torch",
 ) -> tuple[Record | None, Record | None]:
     """Quantises the keys and values of a step and writes them into their pages.
 
@@ -35,6 +37,7 @@ def append(
         block: integer [T], page of each token.
         offset: integer [T], its place in the page.
         num_bits: Bits a value of the hint that is given; None gives none.
+        implementation: Of the number format.
 
     Returns:
         Of keys and of values: hint uint8 [T, G D num_bits / 8] and block scales uint8 [T, G B].
@@ -42,13 +45,17 @@ def append(
     records: list[Record | None] = []
     for x, pages in ((key, key_pages), (value, value_pages)):
         number_format = pages.layout.number_format
-        codes, scale_bytes = number_format.specification.encode(
-            x, pages.global_scale, **number_format.rules
+        packed_codes, scale_bytes = ops.encode(
+            x, pages.global_scale, number_format=number_format, implementation=implementation
         )
-        packed_codes = pack_hint(codes, number_format.code_bits)
         pages.write(block.long(), offset.long(), packed_codes, scale_bytes)
-        hint = None if num_bits is None else pack_hint(codes.flatten(1), num_bits)
-        records.append(None if hint is None else (hint, scale_bytes.flatten(1)))
+        if num_bits is None:
+            records.append(None)
+            continue
+        hint = ops.narrowed(
+            packed_codes, num_bits, number_format=number_format, implementation=implementation
+        )
+        records.append((hint.flatten(1), scale_bytes.flatten(1)))
     return records[0], records[1]
 
 

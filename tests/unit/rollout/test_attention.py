@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from megatron_trace.rollout.attention import paged_attention
-from megatron_trace.rollout.kv_cache import Pages
+from megatron_trace.rollout.kernels.reference import paged_attention
+from megatron_trace.rollout.pages import Pages
 
 HEADS, KV_HEADS, HEAD_DIM, PAGE = 4, 2, 16, 4
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_trace.formats import MXFP4, NVFP4, encode, pack_codes
+from megatron_trace.formats import MXFP4, NVFP4, encode, ops, pack_codes
 from megatron_trace.formats.reference import rtn
 from megatron_trace.hints import Site
-from megatron_trace.rollout.kv_cache import Pages, kv_bytes_per_token, unpack_values
+from megatron_trace.rollout.kv_cache import kv_bytes_per_token
+from megatron_trace.rollout.pages import Pages
 from megatron_trace.testing.single_process import tiny_moe_config
 from megatron_trace.testing.tiny_rollout import random_prompts, roll_out
 
@@ -26,7 +27,7 @@ def written(trace_engine, monkeypatch):
         block = context.gpu_view.token_to_block_idx[rows].long()
         offset = context.gpu_view.token_to_local_position_within_kv_block[rows].long()
         layer = context.layer_map[layer_number - 1]
-        stored = context.memory_buffer[:, layer, block, offset].clone()
+        stored = context.stored_rows(block, offset)[:, layer].clone()
         writes.append((layer, key[rows, 0].clone(), value[rows, 0].clone(), *stored))
 
     monkeypatch.setattr(context, "append_key_value_cache", observed)
@@ -42,7 +43,9 @@ def test_stored_bytes_are_codes_and_scales_of_rounding_to_nearest(trace_engine, 
             codes, scale_bytes = encode(x, scale)
             assert torch.equal(found, torch.cat((pack_codes(codes), scale_bytes), dim=-1))
             expected = rtn(x, scale, dtype=torch.bfloat16)
-            assert torch.equal(unpack_values(found, NVFP4, torch.tensor(scale)), expected)
+            rows = trace_engine._server.context.cached_rows(layer, site, found)
+            values = ops.decode(*rows, scale, dtype=torch.bfloat16)
+            assert torch.equal(values, expected.flatten(1))
 
 
 def test_the_cache_takes_its_bytes_per_token(trace_engine, bf16_engine):
