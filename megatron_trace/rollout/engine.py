@@ -7,6 +7,7 @@ import dataclasses
 import logging
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import cast
 
 import torch
 from megatron.core.models.hybrid.hybrid_model import HybridModel
@@ -14,8 +15,14 @@ from megatron.core.transformer import TransformerConfig
 
 from megatron_trace.config import DEFAULT_HINT_SITES, TraceConfig
 from megatron_trace.formats import FORMAT_SETS, FormatSet
+from megatron_trace.formats.packed_matrix import PackedMatrix
 from megatron_trace.hints import HintSink, QuantizerSettings, RolloutSample, Site
-from megatron_trace.models.hybrid import causal_mask, decoder_layers, pattern_sites
+from megatron_trace.models.hybrid import (
+    causal_mask,
+    decoder_layers,
+    named_expert_linears,
+    pattern_sites,
+)
 from megatron_trace.rollout.callbacks import NextTurn, OnTokens
 from megatron_trace.rollout.context import Records
 from megatron_trace.rollout.degeneration import DegenerationRule
@@ -37,6 +44,7 @@ from megatron_trace.rollout.serving import EngineLimits, Server
 from megatron_trace.rollout.sites import RolloutSites
 from megatron_trace.rollout.storing import store_records
 from megatron_trace.rollout.weights import (
+    MatrixPlace,
     copy_weights,
     kept_on_failure,
     plain_digest,
@@ -66,6 +74,8 @@ class RolloutEngine:
         cache_tokens: Tokens that the K/V cache holds; None for room for all requests.
         prefix_caching: Whether prompts share the pages that they begin with alike.
         degeneration: When a sample is flagged as degenerate.
+        keep_packed_weights: Whether codes and scales of the experts stay in host memory after a
+            push, for `quantised_model`.
         model_id: Name of the model in the quantiser settings.
         rotary_percent: Share of the head dim that RoPE rotates.
         rotary_base: Base period of RoPE.
@@ -95,6 +105,7 @@ class RolloutEngine:
         cache_tokens: int | None = None,
         prefix_caching: bool = False,
         degeneration: DegenerationRule | None = None,
+        keep_packed_weights: bool = False,
         model_id: str = "",
         rotary_percent: float = 1.0,
         rotary_base: int = 10_000,
@@ -138,6 +149,15 @@ class RolloutEngine:
             ),
         )
         self._degeneration = degeneration or DegenerationRule()
+        self._packed: dict[MatrixPlace, PackedMatrix] = {}
+        self._keeps_packed = keep_packed_weights
+        if keep_packed_weights and not (
+            self._quantises_experts and self._formats.weights.has_global_scale
+        ):
+            raise ValueError(
+                "keep_packed_weights=True has no effect: no expert is quantised in a format with "
+                f"global scales (method={trace.method}, number_format={trace.number_format})"
+            )
         self.settings_version = 0
         self.report = RolloutReport()
         self.seconds = {"rollout": 0.0, "record": 0.0, "push": 0.0}
@@ -316,6 +336,44 @@ class RolloutEngine:
         )
         return digest
 
+    def quantised_model(
+        self,
+    ) -> tuple[
+        dict[str, torch.Tensor], dict[MatrixPlace, PackedMatrix], dict[tuple[int, str], float]
+    ]:
+        """Gives what serves, as a checkpoint holds it (`conversion.modelopt_folder`).
+
+        Returns:
+            Parameters by name, without those of routed experts; the experts' matrices; the static
+            scales of the sites.
+
+        Raises:
+            RuntimeError: No weights serve.
+            ValueError: The engine does not keep packed weights of this method.
+        """
+        if self._policy_version is None:
+            raise RuntimeError("quantised_model needs weights; call push_weights before it")
+        if not self._packed or self._settings is None:
+            raise ValueError(
+                "quantised_model needs packed NVFP4 weights of routed experts; build the engine "
+                "with keep_packed_weights=True and a method that quantises them"
+            )
+        experts = {
+            id(cast("torch.nn.Module", linear).weight)
+            for layer in self.layers
+            for _, _, linear in named_expert_linears(layer)
+        }
+        parameters = {
+            name: parameter.detach()
+            for name, parameter in self.model.named_parameters()
+            if id(parameter) not in experts
+        }
+        scales = {
+            (layer, str(site)): float(torch.tensor(scale, dtype=torch.float32))
+            for (layer, site), scale in self._settings.global_scales.items()
+        }
+        return parameters, dict(self._packed), scales
+
     def generate(
         self,
         prompts: Sequence[Sequence[int]],
@@ -438,17 +496,26 @@ class RolloutEngine:
         if not self._quantises_experts:
             return plain_digest(dict(self.model.named_parameters()))
         self._has_plain_weights = False
-        return quantise_experts(
+        packed: dict[MatrixPlace, PackedMatrix] = {}
+        digest = quantise_experts(
             self.layers,
             number_format=self._formats.weights,
             power_of_two_scales=self.trace.power_of_two_scales,
             implementation=self.trace.implementation,
+            keep=packed if self._keeps_packed else None,
         )
+        self._packed = packed
+        return digest
 
     @contextlib.contextmanager
     def _kept_on_failure(self) -> Iterator[None]:
         """Puts weights, versions and settings back if what is done inside the context fails."""
-        names = ("_policy_version", "_has_plain_weights", "experts_without_calibration")
+        names = (
+            "_policy_version",
+            "_has_plain_weights",
+            "_packed",
+            "experts_without_calibration",
+        )
         state = {name: getattr(self, name) for name in names}
         settings, settings_version = self._settings, self.settings_version
         try:

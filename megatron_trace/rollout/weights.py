@@ -16,9 +16,13 @@ from modelopt.torch.quantization.nn import TensorQuantizer
 from megatron_trace import compat
 from megatron_trace.config import Implementation
 from megatron_trace.formats import NumberFormat, ops
+from megatron_trace.formats.packed_matrix import PackedMatrix
 from megatron_trace.hints.weight_digest import combine_digests, matrix_digest
 from megatron_trace.models.hybrid import DecoderLayer, named_expert_linears
 from megatron_trace.rollout.sites import OPERAND_DTYPE
+
+# Decoder layer, expert, and fc1 (gate above up) or fc2.
+MatrixPlace = tuple[int, int, str]
 
 
 @contextlib.contextmanager
@@ -80,6 +84,7 @@ def quantise_experts(
     number_format: NumberFormat,
     power_of_two_scales: bool,
     implementation: Implementation,
+    keep: dict[MatrixPlace, PackedMatrix] | None = None,
 ) -> str:
     """Replaces the routed experts' weights by their fake-quantised values.
 
@@ -91,6 +96,7 @@ def quantise_experts(
         number_format: Format of the weights.
         power_of_two_scales: Whether global scales are rounded up to powers of two.
         implementation: Kernels of the number formats.
+        keep: Gets codes and scales of every matrix, in host memory; for formats with global scales.
 
     Returns:
         Digest over packed codes, scale bytes and global scales.
@@ -119,6 +125,12 @@ def quantise_experts(
                 tensor_quantizer.disable()
             assert quantiser.record is not None, "ModelOpt did not call the weight quantiser"
             digests.append(matrix_digest(layer.index, expert, matrix, *quantiser.record))
+            if keep is not None:
+                packed_codes, scale_bytes, scale = quantiser.record
+                assert scale is not None, "the caller's format has global scales"
+                keep[layer.index, expert, matrix] = PackedMatrix(
+                    packed_codes.cpu(), scale_bytes.cpu(), scale.float().cpu()
+                )
     return combine_digests(digests)
 
 

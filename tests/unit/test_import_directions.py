@@ -18,7 +18,7 @@ ALLOWED = {
     "hints": {"formats"},
     "metrics": {"formats", "hints"},
     "models": {"formats", "hints", "config", "compat"},
-    "conversion": {"models"},
+    "conversion": {"formats", "models"},
     "planning": {"formats", "hints", "models"},
     "rollout": LEVEL_2,
     "training": LEVEL_2,
