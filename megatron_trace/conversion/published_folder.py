@@ -16,6 +16,12 @@ from megatron_trace.models.architecture import Architecture
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 MODEL_TYPES = ("qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next")
+# Of Qwen3.8-Flash-Next and its like.
+_FOREIGN_PARTS = {
+    "hc_count": "hyper-connections",
+    "indexer_n_heads": "sparse attention with an indexer",
+    "ple_layer_ids": "n-gram embeddings",
+}
 # How many names an error lists of each kind.
 _MAX_NAMES = 12
 
@@ -197,9 +203,12 @@ def published_architecture(folder: Path, *, mtp_layers: int = 0) -> Architecture
         "decoder_sparse_step": config.get("decoder_sparse_step", 1) != 1,
         "quantization_config": "quantization_config" in whole,
     }
-    for name, present in unsupported.items():
-        if present:
-            raise ValueError(f"{folder / 'config.json'} has {name}, which cannot be converted")
+    found = [name for name, present in unsupported.items() if present]
+    found += [f"{name} ({part})" for name, part in _FOREIGN_PARTS.items() if config.get(name)]
+    if found:
+        raise ValueError(
+            f"{folder / 'config.json'} has {listing(found)}, which cannot be converted"
+        )
     return architecture
 
 

@@ -11,8 +11,11 @@ import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.serialization import load_common_state_dict
 from safetensors.torch import load_file, save_file
+from transformers import Qwen3_5MoeTextConfig
 
 from megatron_trace.conversion.convert import hf_to_megatron, megatron_to_hf
+from megatron_trace.conversion.published_folder import published_architecture
+from megatron_trace.models.architecture import size_differences
 from megatron_trace.models.hybrid import HybridModules, build_hybrid_model, causal_mask
 from megatron_trace.models.local_config import architecture_config
 from megatron_trace.models.presets import QWEN3_5_35B_A3B
@@ -172,6 +175,13 @@ def test_everything_that_is_wrong_with_a_checkpoint_is_in_one_error(tmp_path):
     assert not (tmp_path / "megatron").exists(), "nothing may be left of a refused conversion"
 
 
+def test_the_preset_of_35b_has_the_sizes_that_transformers_gives_it(tmp_path):
+    """`Qwen3_5MoeTextConfig()` is that of Qwen3.5-35B-A3B, but for the period of RoPE."""
+    Qwen3_5MoeTextConfig().save_pretrained(tmp_path)
+    differences = size_differences(published_architecture(tmp_path), QWEN3_5_35B_A3B)
+    assert differences == ["rope_base=10000, not 10000000"]
+
+
 def test_a_checkpoint_of_another_model_is_refused_by_its_sizes(published, tmp_path):
     with pytest.raises(ValueError, match=r"is not Qwen3.5-35B-A3B: num_layers=4, not 40, hidden"):
         hf_to_megatron(published[0], tmp_path / "megatron", model=QWEN3_5_35B_A3B)
@@ -232,6 +242,10 @@ def test_neither_direction_holds_the_model(tmp_path):
         ({"layer_types": ["full_attention"] * 4}, "layer_types other than full attention"),
         ({"quantization_config": {}}, "quantization_config"),
         ({"head_dim": None}, "head_dim"),
+        (
+            {"model_type": "qwen4_exp", "hc_count": 4, "indexer_n_heads": 8},
+            r"model_type=qwen4_exp, hc_count \(hyper-connections\), indexer_n_heads \(sparse",
+        ),
     ],
 )
 def test_a_configuration_that_cannot_be_converted_is_refused(published, tmp_path, changes, message):
