@@ -8,8 +8,6 @@ from typing import Literal, get_args
 Objective = Literal["auto", "grpo", "dapo", "gspo", "tbpo", "score_centering"]
 Correction = Literal["auto", "none", "tis", "icepop", "mis_token", "mis_sequence"]
 StaleSamples = Literal["drop", "error"]
-# Objectives that weigh the rollout's probabilities in a way of their own.
-OWN_WEIGHT = ("tbpo", "score_centering")
 
 
 @dataclass(frozen=True)
@@ -24,8 +22,8 @@ class LossConfig:
             score_centering for method score_centering, grpo for the others.
         correction: Weight of a token for what its rollout probability differs: `tis` (ratio up to
             the cap), `icepop` (ratio from floor to cap, else 0), `mis_token` and `mis_sequence`
-            (ratio up to the cap, else 0), or `none`; `auto` is tis, and none for tbpo and
-            score_centering, which have weights of their own.
+            (ratio up to the cap, else 0), or `none`; `auto` is tis, and none for tbpo, which has a
+            weight of its own. score_centering takes tis or none.
         clip_low: The ratio of the new to the old policy is clipped below 1 - clip_low; .2, and
             3e-4 for sequence ratios, where it is left out.
         clip_high: The same above 1 + clip_high; .28, and 4e-4 for sequence ratios.

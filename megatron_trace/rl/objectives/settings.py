@@ -6,15 +6,19 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron_trace.config import Method
-from megatron_trace.rl_config import OWN_WEIGHT, LossConfig
+from megatron_trace.rl_config import LossConfig
 
 # Objectives that a method is published with; the others are free, grpo by default.
 OBJECTIVE_OF_METHOD: dict[Method, str] = {"qarl": "tbpo", "score_centering": "score_centering"}
 SEQUENCE_OBJECTIVES = ("gspo", "tbpo")
 _CLIP_OF_TOKENS = (0.2, 0.28)
 _CLIP_OF_SEQUENCES = (3e-4, 4e-4)
+# Corrections that an objective takes, the default one first; all where it is not named.
+CORRECTIONS = {"tbpo": ("none",), "score_centering": ("tis", "none")}
+_ALL_CORRECTIONS = ("tis", "icepop", "mis_token", "mis_sequence", "none")
 _CAP = {"tis": 5.0, "icepop": 5.0, "mis_token": 2.0, "mis_sequence": 2.0}
-_OWN_CAP = 2.0
+# Of objectives with a cap of their own.
+_OWN_CAP = {"tbpo": 2.0, "score_centering": 2.0}
 _FLOOR = 0.5
 _CENTER_TOP_K = 128
 
@@ -60,16 +64,17 @@ def loss_settings(method: Method, config: LossConfig) -> LossSettings:
             f"method={method} contradicts objective={objective}: the method is plain FP4 training "
             f"(qat) with the objective {published}; leave the objective out, or choose method=qat"
         )
-    default_correction = "none" if objective in OWN_WEIGHT else "tis"
-    correction = config.correction if config.correction != "auto" else default_correction
-    if objective in OWN_WEIGHT and correction != "none":
+    accepted = CORRECTIONS.get(objective, _ALL_CORRECTIONS)
+    correction = config.correction if config.correction != "auto" else accepted[0]
+    if correction not in accepted:
         raise ValueError(
             f"correction={correction} contradicts objective={objective}, which weighs the "
-            "rollout's probabilities itself: they would count twice; set correction=none"
+            "rollout's probabilities itself: they would count twice; set correction="
+            f"{' or '.join(accepted)}"
         )
     _require_effect(objective, correction, config)
     low, high = _CLIP_OF_SEQUENCES if objective in SEQUENCE_OBJECTIVES else _CLIP_OF_TOKENS
-    cap = _CAP.get(correction, _OWN_CAP)
+    cap = _OWN_CAP.get(objective, _CAP.get(correction, 1.0))
     top_k = _CENTER_TOP_K if config.center_top_k is None else config.center_top_k
     return LossSettings(
         objective=objective,
@@ -86,7 +91,7 @@ def _require_effect(objective: str, correction: str, config: LossConfig) -> None
     without_effect = {
         "clip_low": objective == "score_centering",
         "clip_high": objective == "score_centering",
-        "importance_cap": correction == "none" and objective not in OWN_WEIGHT,
+        "importance_cap": correction == "none" and objective != "tbpo",
         "importance_floor": correction != "icepop",
         "center_top_k": objective != "score_centering",
     }

@@ -21,7 +21,12 @@ from megatron_trace.rl_config import LossConfig
         (
             "score_centering",
             {},
-            LossSettings("score_centering", "none", importance_cap=2.0, center_top_k=128),
+            LossSettings("score_centering", "tis", importance_cap=2.0, center_top_k=128),
+        ),
+        (
+            "trace",
+            {"objective": "score_centering", "correction": "none", "center_top_k": 8},
+            LossSettings("score_centering", "none", importance_cap=2.0, center_top_k=8),
         ),
         ("trace", {"objective": "gspo"}, LossSettings("gspo", "tis", 3e-4, 4e-4)),
         ("qat", {"objective": "dapo", "correction": "icepop"}, LossSettings("dapo", "icepop")),
@@ -47,6 +52,11 @@ def test_what_is_left_out_follows_from_method_and_objective(method, changes, exp
         ("qat", {"objective": "tbpo", "correction": "mis_token"}, "they would count twice"),
         ("score_centering", {"correction": "icepop"}, "contradicts objective=score_centering"),
         ("score_centering", {"clip_low": 0.1}, "clip_low=0.1 has no effect"),
+        (
+            "score_centering",
+            {"correction": "none", "importance_cap": 3.0},
+            "importance_cap=3.0 has no effect",
+        ),
         ("qat", {"correction": "none", "importance_cap": 5.0}, "importance_cap=5.0 has no effect"),
         ("qat", {"importance_floor": 0.5}, "importance_floor=0.5 has no effect"),
         ("qat", {"center_top_k": 8}, "center_top_k=8 has no effect"),

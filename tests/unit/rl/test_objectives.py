@@ -149,8 +149,25 @@ def test_score_centering_equals_hand_computed_values(p, q, sampled, expected):
     assert sums.capped == (p[sampled] / q[sampled] > 2)
 
 
+@pytest.mark.parametrize(
+    ("p", "q", "sampled", "expected"),
+    [
+        # rho = .3 / .2 = 1.5; heads .1 - 1.5 * .5 = -.65, .6 - 1.5 * .3 = .15.
+        ([0.5, 0.3, 0.2], [0.1, 0.6, 0.3], 0, 1.65 * math.log(0.5) - 0.15 * math.log(0.3)),
+        # rho = .05 / .4 = .125; heads .7 - .0375 = .6625, .25 - .0375 = .2125.
+        ([0.3, 0.3, 0.4], [0.7, 0.25, 0.05], 1, 0.125 * math.log(0.3)),
+    ],
+)
+def test_score_centering_without_weights_equals_hand_computed_values(p, q, sampled, expected):
+    settings = settings_of("score_centering", correction="none")
+    loss, sums = policy_loss(centering_batch(p, q, sampled, 2), num_units=1, settings=settings)
+    assert loss.item() == pytest.approx(-expected, abs=1e-6)
+    assert (sums.weight, sums.capped) == (1.0, 0.0)
+
+
+@pytest.mark.parametrize("correction", ["tis", "none"])
 @pytest.mark.parametrize("q", [[0.1, 0.6, 0.3], [0.7, 0.25, 0.05]])
-def test_score_centering_moves_nothing_for_a_constant_advantage(q):
+def test_score_centering_moves_nothing_for_a_constant_advantage(q, correction):
     """The sampled tokens' gradients, weighted by the rollout's probabilities, add up to 0."""
     logits = torch.tensor([0.5, -0.2, 0.1], requires_grad=True)
     total = torch.zeros(())
@@ -165,19 +182,18 @@ def test_score_centering_moves_nothing_for_a_constant_advantage(q):
             top_theta=log_p.view(1, 1, 3),
             top_rollout=torch.tensor(q).log().view(1, 1, 3),
         )
-        total = (
-            total
-            + share * policy_loss(batch, num_units=1, settings=settings_of("score_centering"))[0]
-        )
+        settings = settings_of("score_centering", correction=correction)
+        total = total + share * policy_loss(batch, num_units=1, settings=settings)[0]
     total.backward()
     assert logits.grad is not None
     assert logits.grad.abs().max() < 1e-6
 
 
-def test_score_centering_of_all_probability_or_of_one_token_divides_by_nothing():
+@pytest.mark.parametrize("correction", ["tis", "none"])
+def test_score_centering_of_all_probability_or_of_one_token_divides_by_nothing(correction):
     for p, q in (([1.0, 0.0, 0.0], [0.5, 0.5, 0.0]), ([0.5, 0.5, 0.0], [1.0, 0.0, 0.0])):
         batch = centering_batch([max(value, 1e-30) for value in p], q, 0, 3)
-        grads = gradient(batch, settings_of("score_centering"), 1)
+        grads = gradient(batch, settings_of("score_centering", correction=correction), 1)
         assert torch.isfinite(grads).all()
 
 
