@@ -16,6 +16,7 @@ Method = Literal["bf16", "qat", "qarl", "quads", "score_centering", "trace"]
 Experts = Literal["auto", "local", "te", "te_recipe"]
 Implementation = Literal["auto", "torch", "triton"]
 DeltaRule = Literal["auto", "torch", "fla"]
+KVKernels = Literal["auto", "torch", "triton", "cuda"]
 HintScales = Literal["raw", "residue"]
 NumberFormatName = Literal["nvfp4", "nvfp4_4over6", "mxfp4", "mxfp4_w4a8"]
 SITES_OF_PARTS = {"experts": ("fc1", "fc2"), "kv": ("k", "v")}
@@ -74,6 +75,8 @@ class TraceConfig:
             the tensor is on a GPU).
         delta_rule: Kernels of Gated DeltaNet layers: `torch`, `fla` (flash-linear-attention's), or
             `auto` (fla on a GPU, torch on a CPU or with --deterministic-mode).
+        kv_attention: Kernels with which the engine reads its packed KV cache: `torch`, `triton`,
+            `cuda` (CUDA C++ for decode, Triton for prefill), or `auto` (the fastest that can run).
     """
 
     method: Method = "trace"
@@ -95,6 +98,7 @@ class TraceConfig:
     experts: Experts = "auto"
     implementation: Implementation = "auto"
     delta_rule: DeltaRule = "auto"
+    kv_attention: KVKernels = "auto"
 
     def __post_init__(self) -> None:
         """Raises ValueError on a value out of range or on contradictory settings."""
@@ -147,10 +151,9 @@ class TraceConfig:
             "auto, local, te or te_recipe",
             self.experts,
         )
-        known = get_args(DeltaRule)
-        _require(
-            self.delta_rule in known, "delta_rule", f"one of {', '.join(known)}", self.delta_rule
-        )
+        for name, choices in (("delta_rule", DeltaRule), ("kv_attention", KVKernels)):
+            known, value = get_args(choices), getattr(self, name)
+            _require(value in known, name, f"one of {', '.join(known)}", value)
         if self.method == "bf16" and self.diagnostic_share > 0:
             raise ValueError(
                 f"diagnostic_share={self.diagnostic_share} has no effect with method=bf16, which "

@@ -10,9 +10,9 @@ from typing import cast
 import torch
 from megatron.core.transformer.attention import SelfAttention
 
+from megatron_trace.config import KVKernels
 from megatron_trace.models.attention import SDPACoreAttention
 from megatron_trace.rollout.kernels import ops
-from megatron_trace.rollout.kernels.ops import KVImplementation
 from megatron_trace.rollout.pages import AnyPages
 
 
@@ -27,10 +27,10 @@ class PagedSelfAttention(SelfAttention):
     """Self-attention whose keys and values are read from the paged cache, in prefill and decode.
 
     Attributes:
-        kv_attention: Kernels that read packed pages; the engine sets it.
+        kv_attention: Kernels that read packed pages; `build_engine_model` sets them.
     """
 
-    kv_attention: KVImplementation = "auto"
+    kv_attention: KVKernels = "auto"
 
     def flash_decode_and_prefill(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,

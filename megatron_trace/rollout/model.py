@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import cast
 
 import torch
 from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols
@@ -11,7 +12,7 @@ from megatron.core.transformer import TransformerConfig
 
 from megatron_trace.config import TraceConfig
 from megatron_trace.formats import FORMAT_SETS
-from megatron_trace.models.hybrid import HybridModules, build_hybrid_model
+from megatron_trace.models.hybrid import HybridModules, build_hybrid_model, decoder_layers
 from megatron_trace.rollout.attention import EngineCoreAttention, PagedSelfAttention
 from megatron_trace.rollout.compensation import num_compensated
 from megatron_trace.rollout.gated_delta_net import EngineGatedDeltaNet
@@ -50,6 +51,11 @@ def build_engine_model(
             "no pages to schedule by"
         )
     _require_whole_blocks(model_config, trace)
+    if trace.kv_attention != "auto" and not trace.quantises_kv:
+        raise ValueError(
+            f"kv_attention={trace.kv_attention} has no effect on an engine whose KV cache is not "
+            "quantised; leave it out, or quantise the cache too"
+        )
     config = dataclasses.replace(
         model_config,
         params_dtype=torch.bfloat16,
@@ -73,6 +79,9 @@ def build_engine_model(
         rotary_percent=rotary_percent,
         rotary_base=rotary_base,
     )
+    for layer in decoder_layers(model):
+        if layer.attention is not None:
+            cast("PagedSelfAttention", layer.attention).kv_attention = trace.kv_attention
     return model.eval().requires_grad_(False)
 
 

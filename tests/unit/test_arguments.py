@@ -41,6 +41,7 @@ EVERY_FLAG = """
     --trace-experts te
     --trace-implementation torch
     --trace-delta-rule torch
+    --trace-kv-attention torch
 """
 EVERY_FIELD_CHANGED = TraceConfig(
     method="qat",
@@ -60,6 +61,7 @@ EVERY_FIELD_CHANGED = TraceConfig(
     experts="te",
     implementation="torch",
     delta_rule="torch",
+    kv_attention="torch",
 )
 
 WITH_MEGATRON = """

@@ -56,6 +56,7 @@ def test_a_layer_that_the_model_does_not_have_is_refused():
         ("diagnostic_share", 2.0),
         ("implementation", "cuda"),
         ("delta_rule", "triton"),
+        ("kv_attention", "fla"),
     ],
 )
 def test_a_value_out_of_range_is_refused_by_name(name, value):

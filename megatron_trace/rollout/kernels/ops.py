@@ -5,16 +5,15 @@ Legend: T tokens of a step, N query heads, G key/value heads, D head dim, R requ
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import get_args
 
 import torch
 
+from megatron_trace.config import KVKernels
 from megatron_trace.formats import NVFP4
 from megatron_trace.rollout.kernels import reference
 from megatron_trace.rollout.kernels.reference import Record
 from megatron_trace.rollout.pages import AnyPages, PackedPages
-
-KVImplementation = Literal["auto", "torch", "triton", "cuda"]
 
 
 def append(
@@ -26,7 +25,7 @@ def append(
     offset: torch.Tensor,
     *,
     num_bits: int | None,
-    implementation: KVImplementation = "auto",
+    implementation: KVKernels = "auto",
 ) -> tuple[Record | None, Record | None]:
     """Quantises the keys and values of a step and writes them into their pages.
 
@@ -70,7 +69,7 @@ def paged_attention(
     scale: float,
     *,
     max_new_tokens: int,
-    implementation: KVImplementation = "auto",
+    implementation: KVKernels = "auto",
 ) -> torch.Tensor:
     """Gives causal attention of each request's new tokens to all its tokens so far.
 
@@ -109,9 +108,7 @@ def paged_attention(
     return attention.paged_attention(*tensors, scale, max_new_tokens=max_new_tokens)
 
 
-def _attention_implementation(
-    name: KVImplementation, query: torch.Tensor, keys: AnyPages
-) -> KVImplementation:
+def _attention_implementation(name: KVKernels, query: torch.Tensor, keys: AnyPages) -> KVKernels:
     _require_known(name)
     if name == "torch":
         return name
@@ -139,6 +136,6 @@ def _attention_implementation(
 
 
 def _require_known(name: str) -> None:
-    if name not in get_args(KVImplementation):
-        known = ", ".join(get_args(KVImplementation))
+    if name not in get_args(KVKernels):
+        known = ", ".join(get_args(KVKernels))
         raise ValueError(f"implementation must be one of {known}; got {name!r}")
