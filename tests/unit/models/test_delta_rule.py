@@ -159,7 +159,7 @@ def test_fla_is_refused_on_a_cpu():
 
 
 def test_a_gpu_without_fla_is_an_error_that_says_what_to_do(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(delta_rule, "_device_is_gpu", lambda: True)
     monkeypatch.setattr(delta_rule.megatron_gdn, "HAVE_FLA", False)
     with pytest.raises(RuntimeError, match=r"pip install 'megatron-trace\[gpu\]', or choose"):
         delta_rule_kernels("auto")
@@ -167,7 +167,7 @@ def test_a_gpu_without_fla_is_an_error_that_says_what_to_do(monkeypatch):
 
 
 def test_determinism_takes_torchs_kernels_and_contradicts_fla(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(delta_rule, "_device_is_gpu", lambda: True)
     assert delta_rule_kernels("auto", deterministic=True).mix is mix
     with pytest.raises(ValueError, match="contradicts deterministic_mode"):
         delta_rule_kernels("fla", deterministic=True)

@@ -100,6 +100,22 @@ def test_two_steps_give_the_bits_of_local_experts(rolled, weights, local, kind):
 
 @bits_of_the_stand_in
 @pytest.mark.parametrize("kind", KINDS)
+def test_a_model_with_a_gated_delta_net_gives_the_bits_of_local_experts(kind):
+    rolled = recorded_rollout(pattern="GE*E", sites=SITES)
+    own = local_weights(tiny_trainer(dtype=torch.bfloat16, pattern="GE*E")[0])
+    local, ours = (
+        train_steps(*trainer_with(experts, rolled, own, pattern="GE*E"), rolled, num_steps=1)
+        for experts in ("local", kind)
+    )
+    assert ours.digests == local.digests
+    for got, expected in zip(ours.logprobs, local.logprobs, strict=True):
+        assert_same_bytes(got, expected, "log-probs")
+    for name, expected in local.gradients[0].items():
+        assert_same_bytes(ours.gradients[0][name], expected, name)
+
+
+@bits_of_the_stand_in
+@pytest.mark.parametrize("kind", KINDS)
 def test_counters_and_coverage_are_those_of_local_experts(rolled, weights, local, kind):
     ours = train_steps(*trainer_with(kind, rolled, weights), rolled)
     for got, expected in zip(ours.reports, local.reports, strict=True):
