@@ -60,6 +60,9 @@ class TraceConfig:
             factor of 2 has eight.
         guard_min_parity_agreement: Share of a row's mantissa bits that must agree with rounding
             to nearest under the rollout's scale.
+        guard_max_rejected_rows: Share of a site's rows with hints that the guard may reject in a
+            training step, on one rank, before training stops: a model that is not the rollout's
+            has nearly all rejected, its own nearly none. 1 trains on and counts them.
         diagnostic_share: Share of the samples that also carry full codes, for metrics only.
         check_finite: Whether NaN or Inf at a quantised site raises an error that names it.
         power_of_two_scales: Whether the global scales of activations and weights are rounded up to
@@ -91,6 +94,7 @@ class TraceConfig:
     guard_max_far_blocks: float | None = None
     guard_max_scale_steps: int | None = None
     guard_min_parity_agreement: float | None = None
+    guard_max_rejected_rows: float = 0.5
     diagnostic_share: float = 0.0
     check_finite: bool = True
     power_of_two_scales: bool = False
@@ -130,7 +134,12 @@ class TraceConfig:
             "error or rtn",
             self.missing_hints,
         )
-        for name in ("guard_max_far_blocks", "guard_min_parity_agreement", "diagnostic_share"):
+        for name in (
+            "guard_max_far_blocks",
+            "guard_min_parity_agreement",
+            "guard_max_rejected_rows",
+            "diagnostic_share",
+        ):
             value = getattr(self, name)
             _require(value is None or 0.0 <= value <= 1.0, name, "a share from 0 to 1", value)
         _require(

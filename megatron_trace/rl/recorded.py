@@ -204,7 +204,7 @@ class RecordedTraining:
         else:
             indices = next(data_iterator)
             build = partial(self._read, indices, sites)
-        if self.num_positions is None and dist.get_world_size() > 1:
+        if sites.groups.pp.size() == 1 and dist.get_world_size() > 1:
             world = dist.group.WORLD
             assert world is not None, "there are several ranks"
             micro_batch = agreed(build, world)
@@ -279,13 +279,17 @@ class RecordedTraining:
     def assert_ran(self) -> None:
         """Checks that the quantisers of every stage ran since the last check, then forgets it.
 
+        Every rank judges its own counts: stages come by at different times, so none may wait here.
+
         Raises:
-            RuntimeError: A quantiser did not run, or no micro-batch was forwarded.
+            RuntimeError: A quantiser did not run, no micro-batch was forwarded, no row of a site
+                was guided, or more were rejected than `guard_max_rejected_rows` allows.
         """
         if not self._running:
             raise RuntimeError("no micro-batch was forwarded: nothing was trained")
         for sites in self._running.values():
             sites.assert_ran()
+            sites.assert_guided("the last training or evaluation step")
             for site, counts in sites.report().sites.items():
                 self._counts.setdefault(site, Counter()).update(asdict(counts))
             sites.reset_report()

@@ -132,6 +132,7 @@ def rl_step(run: RlRun) -> dict[str, Any]:
         update = train(run, chosen.samples, chosen.advantages)
         if chosen.samples and not update.num_skipped:
             run.sites.assert_ran()
+            run.sites.assert_guided(f"step {run.progress.step}")
 
     trained_version = run.progress.policy_version
     with _timed(seconds, "push"):

@@ -59,6 +59,41 @@ class SiteReport:
         return self.guided / real if real else 0.0
 
 
+def require_guided(
+    sites: Mapping[Site, SiteReport], *, max_rejected_rows: float, when: str
+) -> None:
+    """Checks that hints guided what they were recorded for.
+
+    A model that is not the rollout's is trained without an error otherwise, rounded to nearest.
+
+    Args:
+        sites: Counts since the start of a step; sites whose rows have no hints are passed over.
+        max_rejected_rows: Share of the rows with hints that the guard may have rejected; with 1
+            nothing is an error.
+        when: What the counts are of, for the message, such as "step 0".
+
+    Raises:
+        RuntimeError: The guard rejected more, or no row was guided at all.
+    """
+    for site, counts in sites.items():
+        hinted = counts.guided + counts.rejected
+        recorded = hinted + counts.missing + counts.rerouted
+        if max_rejected_rows == 1.0 or not recorded:
+            continue
+        if counts.guided and counts.rejected <= max_rejected_rows * hinted:
+            continue
+        share = counts.rejected / hinted if hinted else 0.0
+        raise RuntimeError(
+            f"{when}: hints guided {counts.guided} of {recorded} rows at site {site}: the guard "
+            f"rejected {counts.rejected} ({share:.1%} of those with hints, at most "
+            f"{max_rejected_rows:.1%} allowed), {counts.missing} have none, {counts.rerouted} went "
+            "to other experts. Is this the model that rolled the samples out, of their policy "
+            "version? Load its checkpoint, or roll out again; "
+            "guard_max_rejected_rows=1 (--trace-guard-max-rejected-rows 1) rounds such rows to "
+            "nearest and counts them"
+        )
+
+
 @dataclass(frozen=True)
 class ActivationDifference:
     """How far an operand of training is from the rollout's, over the diagnostic rows of a place.

@@ -8,6 +8,7 @@ backward pass begins, and the scope is in force again until that backward pass e
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -43,7 +44,10 @@ class Scope:
 
 @dataclass
 class _Backward:
-    """The backward pass that runs, of a forward pass in a scope or in none."""
+    """The backward pass that runs, of a forward pass in a scope or in none.
+
+    Only autograd's call back at its end holds it, so it also ends with a pass that raises.
+    """
 
     scope: Scope | None
 
@@ -57,14 +61,19 @@ class Scopes:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._forward: Scope | None = None
-        self._backward: _Backward | None = None
+        self._known_backward: weakref.ref[_Backward] | None = None
         model.register_forward_hook(self._remember)
+
+    @property
+    def _backward(self) -> _Backward | None:
+        return None if self._known_backward is None else self._known_backward()
 
     @property
     def current(self) -> Scope | None:
         """The scope in force; None outside of micro-batches."""
-        if self._backward is not None and backward_is_running():
-            return self._backward.scope
+        backward = self._backward
+        if backward is not None and backward_is_running():
+            return backward.scope
         return self._forward
 
     @property
@@ -85,8 +94,6 @@ class Scopes:
                 f"a micro-batch of {len(names)} samples is in force already (first: {names[0]}); "
                 "scopes do not nest: leave one before entering the next"
             )
-        # What an exception in a backward pass may have left.
-        self._backward = None
         self._forward = scope
         try:
             yield
@@ -101,10 +108,10 @@ class Scopes:
 
     def _begin_backward(self, scope: Scope | None) -> None:
         backward = _Backward(scope)
-        self._backward = backward
+        self._known_backward = weakref.ref(backward)
         at_end_of_backward(lambda: self._end_backward(backward))
 
     def _end_backward(self, backward: _Backward) -> None:
         # One call of backward may have gone through the outputs of several passes.
         if self._backward is backward:
-            self._backward = None
+            self._known_backward = None

@@ -30,7 +30,7 @@ from megatron_trace.models.attention import SDPACoreAttention
 from megatron_trace.models.hybrid import DecoderModel, decoder_layers
 from megatron_trace.training.audit import foreign_quantisers, unexpected_quantising
 from megatron_trace.training.layout import sum_over_columns
-from megatron_trace.training.report import Tally, TraceReport
+from megatron_trace.training.report import Tally, TraceReport, require_guided
 from megatron_trace.training.reproduced import OPERAND_DTYPES, require_reproduced
 from megatron_trace.training.rounding import (
     HintRows,
@@ -475,6 +475,20 @@ class TraceSites:
                 f"method {self.trace.method}: {len(problems)} quantisers did not run as they "
                 f"should, or others did: {'; '.join(problems[:5])}"
             )
+
+    def assert_guided(self, when: str) -> None:
+        """Checks that since the last reset hints guided what they were recorded for.
+
+        Args:
+            when: What happened since, for the message, such as "step 0".
+
+        Raises:
+            RuntimeError: No row of a site was guided, or the guard rejected more of them than
+                `guard_max_rejected_rows` allows.
+        """
+        if self.guides:
+            share = self.trace.guard_max_rejected_rows
+            require_guided(self.report().sites, max_rejected_rows=share, when=when)
 
 
 def _require_rows(num_rows: int, micro_batch: MicroBatch, site: Site, where: str) -> None:

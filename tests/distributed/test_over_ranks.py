@@ -22,30 +22,35 @@ pytestmark = pytest.mark.distributed
 
 
 def settle(rank):
-    """Two ranks agree thrice, and sum their counts."""
-    group = dist.group.WORLD
+    """Two of three ranks agree thrice, and sum their counts; the first has no part in it."""
+    group = dist.new_group([1, 2])
+    if rank == 0:
+        return None
 
     def fail_on(*failing):
         if rank in failing:
-            raise (LookupError, OSError)[rank](f"no hint of sample-{rank}")
+            raise (LookupError, OSError)[rank - 1](f"no hint of sample-{rank}")
         return f"batch of rank {rank}"
 
     told = [agreed(fail_on, group)]
-    for failing in ((1,), (0, 1)):
+    for failing in ((2,), (1, 2)):
         try:
             agreed(lambda failing=failing: fail_on(*failing), group)
         except (LookupError, RuntimeError, OSError) as error:
             told.append(f"{type(error).__name__}: {error}")
     # After a failure the group is still in step.
     total = torch.ones(1)
-    dist.all_reduce(total)
+    dist.all_reduce(total, group=group)
+    second = rank == 2
     report = TraceReport(
-        sites={Site.K: SiteReport(calls=1, guided=3)} if rank else {Site.FC1: SiteReport(calls=2)},
+        sites=(
+            {Site.K: SiteReport(calls=1, guided=3)} if second else {Site.FC1: SiteReport(calls=2)}
+        ),
         weight_uses=5,
         weights_quantised=3,
         routing_compared=10,
-        routing_different=rank,
-        code_mismatch={Site.V: CodeMismatch(values=7, sign_flip=rank)} if rank else {},
+        routing_different=int(second),
+        code_mismatch={Site.V: CodeMismatch(values=7, sign_flip=1)} if second else {},
     )
     return told, total.item(), summed_report(report, group)
 
@@ -83,26 +88,27 @@ def test_a_missing_hint_of_one_replica_is_one_error_on_all_ranks():
 
 @pytest.fixture(scope="module")
 def results():
-    """What each of two ranks gave."""
-    return run_ranks(Path(__file__), "settle", world_size=2)
+    """What each of two ranks gave, which are the last two of three."""
+    return run_ranks(Path(__file__), "settle", world_size=3)[1:]
 
 
 def test_a_failure_of_one_rank_is_told_to_all(results):
     (first, alive, _), (second, _, _) = results
-    assert first[0] == "batch of rank 0"
-    assert second[0] == "batch of rank 1"
+    assert first[0] == "batch of rank 1"
+    assert second[0] == "batch of rank 2"
+    # Named by its rank among all, not in the group.
     assert first[1] == (
-        "RuntimeError: rank 1 could not build its part, so no rank goes on: OSError: no hint of "
-        "sample-1"
+        "RuntimeError: rank 2 could not build its part, so no rank goes on: OSError: no hint of "
+        "sample-2"
     )
-    assert second[1] == "OSError: no hint of sample-1"
+    assert second[1] == "OSError: no hint of sample-2"
     assert alive == 2.0
 
 
 def test_every_failing_rank_keeps_its_own_error(results):
     assert [told[2] for told, _, _ in results] == [
-        "LookupError: no hint of sample-0",
-        "OSError: no hint of sample-1",
+        "LookupError: no hint of sample-1",
+        "OSError: no hint of sample-2",
     ]
 
 

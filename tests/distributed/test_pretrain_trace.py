@@ -35,7 +35,7 @@ TRAIN = """
 METRICS = ("log-prob gap", "importance weight", "grad norm")
 
 
-def run(example, flags, folder, *, ranks=1):
+def run(example, flags, folder, *, ranks=1, fails=False):
     """Runs an example under torchrun and gives what it printed."""
     done = subprocess.run(
         [
@@ -58,7 +58,7 @@ def run(example, flags, folder, *, ranks=1):
         check=False,
     )
     output = done.stdout + done.stderr
-    assert done.returncode == 0, output[-6000:]
+    assert (done.returncode != 0) == fails, output[-6000:]
     return output
 
 
@@ -163,3 +163,12 @@ def test_reading_ahead_changes_nothing_that_megatron_logs(folder):
     assert iterations(plain) == iterations(ahead)
     losses = [re.findall(r"validation loss.*?policy loss.*", text) for text in (plain, ahead)]
     assert losses[0] == losses[1] != []
+
+
+def test_random_weights_instead_of_the_rollouts_stop_after_the_first_step(folder):
+    """Megatron trains on from random weights where --load has no checkpoint."""
+    flags = training("nowhere", "", "1", fresh=True)
+    output = run("pretrain_trace.py", flags, folder, fails=True)
+    assert "the guard rejected" in output
+    assert "--trace-guard-max-rejected-rows" in output
+    assert sorted(iterations(output)) == [1]

@@ -35,6 +35,7 @@ EVERY_FLAG = """
     --trace-guard-max-far-blocks 0.5
     --trace-guard-max-scale-steps 3
     --trace-guard-min-parity-agreement 0.7
+    --trace-guard-max-rejected-rows 0.25
     --trace-diagnostic-share 0.25
     --trace-power-of-two-scales
     --trace-save-packed-activations
@@ -55,6 +56,7 @@ EVERY_FIELD_CHANGED = TraceConfig(
     guard_max_far_blocks=0.5,
     guard_max_scale_steps=3,
     guard_min_parity_agreement=0.7,
+    guard_max_rejected_rows=0.25,
     diagnostic_share=0.25,
     power_of_two_scales=True,
     save_packed_activations=True,

@@ -159,3 +159,26 @@ def test_settings_of_hints_are_refused_where_none_are_read(folder, recorded, fla
 def test_a_bound_of_nothing_is_refused():
     with pytest.raises(ValueError, match="hint_memory_mb must be > 0; got 0"):
         RecordedConfig(hint_memory_mb=0)
+
+
+@pytest.fixture
+def other_model(rolled):
+    """A model of the same shape that rolled nothing out."""
+    model, sites = tiny_trainer(settings=rolled.settings, seed=1)
+    object.__setattr__(model, "trace_sites", sites)
+    return model
+
+
+def test_another_model_than_the_rollouts_stops_after_the_first_step(training, other_model):
+    run = training()
+    logits, _ = run.forward_step(Batches(), other_model)
+    assert logits.isfinite().all()
+    with pytest.raises(RuntimeError, match=r"guided 0 of .* rows .*--trace-guard-max-rejected-rows"):
+        run.assert_ran()
+
+
+def test_the_rollouts_own_model_goes_on(training, model):
+    run = training()
+    run.forward_step(Batches(), model)
+    run.assert_ran()
+    assert "100.0% of the rows guided" in run.summary()

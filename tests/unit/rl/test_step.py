@@ -57,6 +57,22 @@ def test_quantisers_run_where_the_method_says(started, method):
     assert guided == ({"fc1", "k", "v"} if method == "trace" else set())
 
 
+def test_a_trainer_that_is_not_the_rollouts_model_is_refused_after_the_step(started, monkeypatch):
+    run = started("trace")
+
+    def roll_out_then_change(run):
+        rolled = roll_out(run)
+        with torch.no_grad():
+            for parameter in run.model.parameters():
+                parameter.normal_(std=0.02)
+        return rolled
+
+    monkeypatch.setattr(step, "roll_out", roll_out_then_change)
+    with pytest.raises(RuntimeError, match=r"step 0: hints guided .* of .* rows at site"):
+        rl_step(run)
+    assert run.progress.policy_version == 0
+
+
 @pytest.mark.parametrize("objective", ["dapo", "gspo", "tbpo", "score_centering"])
 def test_a_guided_run_trains_under_every_objective(started, objective):
     run = started("trace", loss=LossConfig(objective=objective))

@@ -223,6 +223,20 @@ def test_a_backward_that_raised_lends_its_micro_batch_to_no_other(rolled):
         hidden[1].sum().backward()
 
 
+def test_a_backward_that_raised_lends_its_micro_batch_to_none_that_was_in_flight(rolled):
+    """No scope is entered in between, which would clear what was left."""
+    model, sites, (first, second, *_) = _trainer(rolled, "trace", "full")
+    hidden = []
+    model.decoder.register_forward_hook(lambda m, i, output: hidden.append(output))
+    logprobs, _ = (_forward(model, sites, micro_batch) for micro_batch in (first, second))
+    hook = model.decoder.layers[0].self_attention.linear_qkv.weight.register_hook(_raise)
+    with pytest.raises(KeyError):
+        logprobs.sum().backward()
+    hook.remove()
+    with pytest.raises(RuntimeError, match=r"inside `with sites\.micro_batch|from the model's"):
+        hidden[1].sum().backward()
+
+
 def test_a_micro_batch_is_freed_with_its_pass(rolled):
     model, sites, (first, *_) = _trainer(rolled, "trace", "full")
     logprobs = _forward(model, sites, first)

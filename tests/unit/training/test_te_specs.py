@@ -70,7 +70,11 @@ def test_settings_that_bypass_the_quantisers_are_refused(wrong) -> None:
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"moe_latent_size": 64}, {"moe_expert_capacity_factor": 1.0}],
+    [
+        {"moe_latent_size": 64},
+        {"moe_expert_capacity_factor": 1.0},
+        {"moe_token_dispatcher_type": "flex"},
+    ],
     ids=lambda fields: next(iter(fields)),
 )
 def test_dispatch_that_hints_cannot_follow_is_refused(wrong) -> None:
