@@ -6,8 +6,11 @@ import torch
 from megatron_trace.formats.number_format import FORMAT_SETS
 from megatron_trace.hints.codec import encode_hint
 from megatron_trace.hints.types import HintKey, Site
+from megatron_trace.models.hybrid import HybridModules, build_hybrid_model
+from megatron_trace.models.local_config import architecture_config
 from megatron_trace.models.presets import (
     NAME_2_4T,
+    PRESETS,
     QWEN3_5_35B_A3B,
     QWEN3_5_122B_A10B,
     UNKNOWN_FIELDS,
@@ -25,6 +28,9 @@ from megatron_trace.planning.sizes import (
     routing_bytes,
     state_bytes,
 )
+from megatron_trace.rollout.gated_delta_net import EngineGatedDeltaNet, state_bytes_per_request
+from megatron_trace.rollout.kv_cache import kv_bytes_per_token
+from megatron_trace.testing.single_process import single_process
 
 KIB = 1024
 EVERY_SITE = ("fc1", "fc2", "k", "v")
@@ -95,6 +101,31 @@ def test_routed_weights_of_35b():
 def test_a_row_of_the_cache_has_the_bytes_of_a_hint_of_whole_codes():
     nvfp4 = FORMAT_SETS["nvfp4"].kv_cache
     assert packed_bytes(512, nvfp4) == hint_row_bytes(512, nvfp4, bits=4, scales="raw") == 288
+
+
+@pytest.mark.parametrize("architecture", PRESETS.values(), ids=lambda a: a.name)
+@pytest.mark.parametrize("number_format", [None, "nvfp4", "mxfp4"])
+def test_a_token_of_the_cache_has_the_bytes_that_the_engine_gives_it(architecture, number_format):
+    of_engine = kv_bytes_per_token(
+        architecture_config(architecture, params_dtype=torch.bfloat16),
+        architecture.num_attention_layers,
+        None if number_format is None else FORMAT_SETS[number_format].kv_cache,
+    )
+    assert kv_bytes(architecture, number_format) == of_engine
+
+
+@pytest.mark.parametrize("architecture", PRESETS.values(), ids=lambda a: a.name)
+def test_states_of_a_sequence_have_the_bytes_that_the_engine_gives_them(architecture):
+    small = architecture.reduced()
+    with single_process(seed=0):
+        model = build_hybrid_model(
+            architecture_config(small, params_dtype=torch.bfloat16, bf16=True),
+            pattern=small.pattern(),
+            vocab_size=small.vocab_size,
+            max_sequence_length=1,
+            modules=HybridModules(gated_delta_net=EngineGatedDeltaNet),
+        )
+    assert state_bytes(small) == state_bytes_per_request(model)
 
 
 def test_half_the_layers_have_half_the_full_attention():
