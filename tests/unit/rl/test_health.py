@@ -22,7 +22,8 @@ from megatron_trace.rl.health import (
 from megatron_trace.rl.health_metrics import health_of, largest_nearest, nearest_growth
 from megatron_trace.rl.optimizer import OptimizerSettings
 from megatron_trace.rl.run import RunSettings
-from megatron_trace.rl.step import rewards_of, rl_step, roll_out, train
+from megatron_trace.rl.step import rewards_of, rl_step, roll_out
+from megatron_trace.rl.updates import train
 from megatron_trace.rl_config import HealthConfig
 
 METRICS_PAGE = Path(__file__).parents[3] / "docs" / "metrics.md"

@@ -10,13 +10,14 @@ import torch
 
 from megatron_trace.config import TraceConfig
 from megatron_trace.hints.types import Site
-from megatron_trace.rl import step
+from megatron_trace.rl import step, updates
 from megatron_trace.rl.advantages import group_advantages
 from megatron_trace.rl.health import must_stop
 from megatron_trace.rl.optimizer import OptimizerSettings
 from megatron_trace.rl.rewards import score_samples
 from megatron_trace.rl.run import evaluate
-from megatron_trace.rl.step import rewards_of, rl_step, roll_out, train, training_batches
+from megatron_trace.rl.step import rewards_of, rl_step, roll_out
+from megatron_trace.rl.updates import train, training_batches
 from megatron_trace.rl_config import HealthConfig, LossConfig
 from megatron_trace.rollout import RolloutEngine
 from megatron_trace.training.prefetch import MicroBatchPrefetcher
@@ -191,7 +192,7 @@ def test_every_sample_has_the_advantage_of_its_own_answer(started, monkeypatch):
         return made
 
     monkeypatch.setattr(run.engine, "generate", noting_samples)
-    monkeypatch.setattr(step, "training_batches", noting_batches)
+    monkeypatch.setattr(updates, "training_batches", noting_batches)
     rl_step(run)
 
     rewards = collections.defaultdict(dict)
