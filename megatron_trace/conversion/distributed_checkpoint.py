@@ -48,6 +48,8 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from megatron_trace import compat
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -207,6 +209,8 @@ def write_checkpoint(
         read: Gives the values of a piece, [stop - start, ...].
         common: What belongs to no layer, such as the iteration.
     """
+    # What Megatron calls the object of what belongs to no layer, and how it stores objects.
+    compat.require_version("megatron-core", compat.MEGATRON_CORE, "write_checkpoint")
     shared = ShardedObject("common_state", dict(common), (1,), (0,))
     planner = _PiecePlanner(pieces, [*objects, shared], dtypes, read)
     # No copies ahead of the writer, which would hold more tensors than one.
