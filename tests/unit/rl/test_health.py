@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 
 from megatron_trace.config import TraceConfig
 from megatron_trace.rl import checkpoint
@@ -229,9 +230,13 @@ def test_dropped_samples_add_nothing_and_are_counted(started):
         assert torch.equal(value, before[name]), name
 
 
+@pytest.mark.parametrize("files", [False, True], ids=["in memory", "in files"])
 @pytest.mark.parametrize("method", ["trace", "qarl"])
-def test_an_alarm_lets_a_run_go_on_in_bf16_with_weights_and_optimizer(started, method):
-    run = started(method, health=HealthConfig(alarms=("grad_norm=0:bf16",)))
+def test_an_alarm_lets_a_run_go_on_in_bf16_with_weights_and_optimizer(
+    started, tmp_path, method, files
+):
+    health = HealthConfig(alarms=("grad_norm=0:bf16",))
+    run = started(method, health=health, hint_folder=tmp_path if files else None)
     objective = run.settings.objective
     metrics = rl_step(run)
     assert [alarm["action"] for alarm in metrics["alarms"]] == ["bf16"]
@@ -243,6 +248,21 @@ def test_an_alarm_lets_a_run_go_on_in_bf16_with_weights_and_optimizer(started, m
     assert second["kv_bytes_per_token"] == second["kv_bytes_per_token_bf16"]
     with pytest.raises(ValueError, match="in BF16 already"):
         fall_back_to_bf16(run)
+
+
+def test_weights_and_optimizer_state_stay_what_they_were_in_bf16(started):
+    def tensors():
+        state = run.model.state_dict(), run.optimizer.state_dict()
+        return [leaf for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor)]
+
+    run = started("trace")
+    rl_step(run)
+    before = [tensor.clone() for tensor in tensors()]
+    fall_back_to_bf16(run)
+    after = tensors()
+    # Parameters, FP32 masters, two moments.
+    assert len(before) == len(after) > 3 * len(list(run.model.parameters()))
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
 def test_a_run_that_went_on_in_bf16_resumes_there(started, build, tmp_path):
