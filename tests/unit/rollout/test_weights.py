@@ -152,6 +152,15 @@ def test_a_push_that_fails_leaves_the_old_version_serving(
     assert [s.tokens for s in roll_out(trace_engine, prompts)[0]] != [s.tokens for s in expected[0]]
 
 
+def test_weights_that_cannot_be_loaded_leave_the_old_ones(trace_engine, weights, other_weights):
+    prompts = random_prompts(6)
+    trace_engine.push_weights(weights, 0)
+    expected = roll_out(trace_engine, prompts)
+    with pytest.raises(OSError, match="memory is gone"):
+        trace_engine.load_weights(_BreaksAt(other_weights, _pushed_name(1, 3, "fc2")))
+    assert_same_rollout(roll_out(trace_engine, prompts), expected)
+
+
 def test_scales_and_digest_stay_over_repeated_pushes(trace_engine, weights, other_weights):
     settings, version = trace_engine.settings, trace_engine.settings_version
     digests = {trace_engine.push_weights(weights, n) for n in range(3)}
