@@ -5,14 +5,16 @@ Legend: R requests, N query heads, G key/value heads, D head dim, T new tokens o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from megatron_trace.formats import unpack_codes
+from megatron_trace.formats import NVFP4, unpack_codes
 from megatron_trace.rollout.kernels import reference
 from megatron_trace.rollout.pages import PackedPages, PageLayout
+from megatron_trace.testing.assertions import assert_same_bytes
 
 # As E4M3 scale a NaN: what lies where no token was written must not be read.
 STALE = 0xFF
@@ -141,6 +143,52 @@ def exact_attention(cache: PackedCache) -> torch.Tensor:
         cache.block_table,
         cache.scale,
     )
+
+
+def assert_append_equals_reference(
+    append: Callable[..., Any],
+    x: torch.Tensor,
+    global_scale: float,
+    *,
+    page_tokens: int,
+    num_bits: int | None,
+    what: str = "append",
+) -> None:
+    """Asserts equal pages and records; values are the keys in reverse.
+
+    Args:
+        append: A kernel of `reference.append`.
+        x: float [T, G, D], the keys.
+        global_scale: Of both.
+        page_tokens: Tokens of a page; tokens go to places in random order.
+        num_bits: Bits a value of the hint; None gives none.
+        what: Name of the input in messages.
+    """
+    num_tokens, num_heads, head_dim = x.shape
+    layout = PageLayout(NVFP4, head_dim, page_tokens)
+    num_pages = num_tokens // page_tokens + 1
+    order = torch.randperm(num_pages * page_tokens, generator=torch.Generator().manual_seed(0))
+    place = order[:num_tokens].to(x.device)
+    scale = torch.tensor(global_scale, device=x.device)
+    written = []
+    for function in (append, reference.append):
+        stored = torch.full(
+            (2, *layout.shape(num_pages, num_heads)), STALE, dtype=torch.uint8, device=x.device
+        )
+        records = function(
+            x,
+            x.flip(0),
+            *(PackedPages(part, layout, scale) for part in stored),
+            place // page_tokens,
+            place % page_tokens,
+            num_bits=num_bits,
+        )
+        assert all((record is None) == (num_bits is None) for record in records), what
+        parts = [part for record in records if record is not None for part in record]
+        written.append([stored, *parts])
+    names = ("pages", "hint of keys", "scales of keys", "hint of values", "scales of values")
+    for name, ours, theirs in zip(names[: len(written[0])], *written, strict=True):
+        assert_same_bytes(ours, theirs, f"{what}: {name}")
 
 
 def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
