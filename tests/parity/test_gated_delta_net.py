@@ -10,12 +10,15 @@ from functools import partial
 
 import pytest
 import torch
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from modelopt.torch.quantization.nn import TensorQuantizer
 
 from megatron_trace.config import HINT_SITES
 from megatron_trace.hints.types import Site
 from megatron_trace.metrics import logprob_gap
+from megatron_trace.models.gated_delta_net import LocalGatedDeltaNet
 from megatron_trace.models.hybrid import HybridModules, build_hybrid_model, causal_mask
+from megatron_trace.models.norm import UncentredRMSNorm
 from megatron_trace.rollout.gated_delta_net import EngineGatedDeltaNet, delta_nets
 from megatron_trace.testing.assertions import assert_same_bytes
 from megatron_trace.testing.single_process import QWEN_FIELDS, tiny_moe_config
@@ -272,3 +275,14 @@ def test_nothing_of_a_gated_delta_net_is_quantised(engine, weights):
             assert_same_bytes(parameter.detach(), pushed, name)
     cached = {layer for layer, site in engine.sites.calls if site in (Site.K, Site.V)}
     assert cached == {3}
+
+
+def test_a_trainers_gated_delta_nets_are_plain_and_have_no_site():
+    model, sites = tiny_trainer("trace", **QWEN)
+    experts = {(layer, site) for layer in range(4) for site in (Site.FC1, Site.FC2)}
+    assert set(sites.shape.places) == experts | {(3, Site.K), (3, Site.V)}
+    assert sites.shape.attention_layers == (3,)
+    for layer in model.decoder.layers[0:6:2]:
+        kinds = {type(module) for module in layer.self_attention.modules()}
+        plain = {ColumnParallelLinear, RowParallelLinear, torch.nn.Conv1d, UncentredRMSNorm}
+        assert kinds == plain | {LocalGatedDeltaNet}
