@@ -10,7 +10,8 @@
 
 Published [L]: TIS with C = 2 usual, and 5 in TRACE's paper [P], our default; IcePop with .5 and 5;
 MIS by hard masks of tokens or sequences, C = 2. Our reading: a masked token adds nothing to the
-loss and still counts in the mean, so that micro-batches and ranks add up whatever they mask; in
+loss and still counts in the mean, so that micro-batches and ranks add up whatever they mask (some
+implementations take it out of the mean); in
 `mis_sequence` R is the product over the whole response, not its geometric mean.
 
 Legend: T response tokens.

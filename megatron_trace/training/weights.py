@@ -200,7 +200,7 @@ def expert_weight_digest(
 
     Args:
         model: The trainer model, or the first chunk of this rank.
-        sites: Its `TraceSites`; the method must be qat or trace.
+        sites: Its `TraceSites`; the method must quantise expert weights.
         *more_chunks: The further chunks of this rank, with virtual pipeline stages.
 
     Returns:
