@@ -10,6 +10,7 @@ attention layers, G key/value heads, C stored values or bytes of a head.
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
@@ -271,6 +272,12 @@ class RolloutContext(DynamicInferenceContext):
     # Megatron calls in inference mode, whose tensors could not be used in training.
     @torch.inference_mode(False)
     def _saved(self, index: int, *, to_continue: bool) -> SavedRows:
+        started = time.perf_counter()
+        saved = self._rows_of(index, to_continue=to_continue)
+        self.sites.recorder.seconds += time.perf_counter() - started
+        return saved
+
+    def _rows_of(self, index: int, *, to_continue: bool) -> SavedRows:
         num_rows = int(self.request_kv_length_offsets[index] + self.request_query_lengths[index])
         blocks, pages, offsets = self._places(index, 0, num_rows)
         written = self.kv_block_allocator.num_written[blocks]

@@ -46,7 +46,7 @@ class Recorder:
         places: (decoder layer, site) whose rows are kept.
 
     Attributes:
-        seconds: Time spent in `put` since construction.
+        seconds: Time spent on keeping and reading rows since construction.
     """
 
     def __init__(self, places: Iterable[Place]) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-import torch.nn.functional as F
 
+from megatron_trace.testing import exact_attention
 from megatron_trace.testing.single_process import single_process
 from megatron_trace.testing.tiny_rollout import tiny_engine, tiny_weights
 
@@ -38,13 +38,5 @@ def bf16_engine(weights):
 
 @pytest.fixture(scope="module")
 def attention_in_fp64(_one_rank):
-    """Makes a row's attention that of the row alone: else its last bit depends on the batch."""
-    attention = F.scaled_dot_product_attention
-
-    def in_fp64(query, key, value, **kwargs):
-        output = attention(query.double(), key.double(), value.double(), **kwargs)
-        return output.to(query.dtype)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(F, "scaled_dot_product_attention", in_fp64)
+    with exact_attention.attention_in_fp64():
         yield
