@@ -175,14 +175,9 @@ def assert_append_equals_reference(
         stored = torch.full(
             (2, *layout.shape(num_pages, num_heads)), STALE, dtype=torch.uint8, device=x.device
         )
-        records = function(
-            x,
-            x.flip(0),
-            *(PackedPages(part, layout, scale) for part in stored),
-            place // page_tokens,
-            place % page_tokens,
-            num_bits=num_bits,
-        )
+        keys, values = (PackedPages(part, layout, scale) for part in stored)
+        block, offset = place // page_tokens, place % page_tokens
+        records = function(x, x.flip(0), keys, values, block, offset, num_bits=num_bits)
         assert all((record is None) == (num_bits is None) for record in records), what
         parts = [part for record in records if record is not None for part in record]
         written.append([stored, *parts])

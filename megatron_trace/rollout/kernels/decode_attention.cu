@@ -564,8 +564,8 @@ __global__ void __launch_bounds__(THREADS<NT>, 1)
                                reinterpret_cast<int*>(shared + At::WARP_SUMS_AT));
 
     int64_t num_tiles = static_cast<int64_t>(prefix[a.num_requests]) * a.num_heads;
-    // No more blocks than give each warp a tile.
-    int64_t blocks = min(static_cast<int64_t>(gridDim.x), (num_tiles + WARPS<NT> - 1) / WARPS<NT>);
+    // No more blocks than give four warps, one of each scheduler, a tile.
+    int64_t blocks = min(static_cast<int64_t>(gridDim.x), (num_tiles + 3) / 4);
     if (blockIdx.x >= blocks) return;
     int first = static_cast<int>(num_tiles * blockIdx.x / blocks);
     int last = static_cast<int>(num_tiles * (blockIdx.x + 1) / blocks);
