@@ -7,7 +7,8 @@
 Logging, evaluation, optimizer, schedules of the pipeline and checkpoints are Megatron's. The loss
 is an objective of `rl.losses` (--trace-objective, and others of the group "trace, objective") over
 the recorded samples; rollouts come from `examples/record_rollouts.py` or from an engine that writes
-such a folder (`rl.rollout_folder`).
+such a folder (`rl.rollout_folder`). It may also be the folder of a run (`rl.exchange`), in which
+workers roll out meanwhile: `examples/rollout_worker.py`, launch/.
 """
 
 # ruff: noqa: E402  The stand-in for the CUDA runtime must be installed before Megatron is imported.
@@ -38,6 +39,7 @@ from megatron_trace.arguments import (
     require_agreement,
     trace_config_from_args,
 )
+from megatron_trace.rl.exchange_folder import ExchangeFolder
 from megatron_trace.rl.recorded import RecordedTraining
 from megatron_trace.training.megatron_model import trace_model_config_from_args
 
@@ -75,6 +77,15 @@ def main() -> None:
         num_positions=args.seq_length if fixed_length else None,
         num_micro_batches=num_micro_batches,
     )
+    for folder in training.folders:
+        if isinstance(folder, ExchangeFolder):
+            folder.require_fitting(
+                global_batch_size=args.global_batch_size,
+                train_iters=args.train_iters,
+                save=args.save,
+                load=args.load,
+                save_interval=args.save_interval,
+            )
     model_config = trace_model_config_from_args(args, trace, recorded.attention, training.settings)
     iteration = None
 

@@ -32,6 +32,7 @@ from megatron.training.checkpointing import get_checkpoint_tracker_filename as t
 
 from megatron_trace import compat
 from megatron_trace.arguments import add_trace_arguments, trace_config_from_args
+from megatron_trace.config import TraceConfig
 from megatron_trace.hints.files_writer import HintFilesWriter
 from megatron_trace.hints.settings_file import SETTINGS_FILE, load_settings
 from megatron_trace.models.hybrid import HybridModules, build_hybrid_model
@@ -50,8 +51,7 @@ DEFAULTS = {"tokenizer_type": "NullTokenizer", "save_interval": 1, "train_iters"
 def add_arguments(parser: ArgumentParser) -> ArgumentParser:
     """Adds our flags to Megatron's parser."""
     compat.let_help_be_printed(parser)
-    group = add_trace_arguments(parser).add_argument_group("rollout")
-    group.add_argument("--rollout-tasks", type=Path, required=True, help="prompts, JSONL")
+    group = add_sampling_arguments(parser)
     group.add_argument("--rollout-output", type=Path, required=True, help="folder to write to")
     group.add_argument(
         "--rollout-warm-start", type=int, help="steps on the answers, from random weights"
@@ -59,6 +59,13 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
     group.add_argument("--rollout-first-prompt", type=int, default=0, help="default 0")
     group.add_argument("--rollout-prompts", type=int, default=32, help="default 32")
     group.add_argument("--rollout-samples", type=int, default=8, help="of a prompt, default 8")
+    return parser
+
+
+def add_sampling_arguments(parser: ArgumentParser) -> Any:
+    """Adds the flags that every rollout has, and gives their group."""
+    group = add_trace_arguments(parser).add_argument_group("rollout")
+    group.add_argument("--rollout-tasks", type=Path, required=True, help="prompts, JSONL")
     group.add_argument("--rollout-max-response-tokens", type=int, default=8, help="default 8")
     group.add_argument("--rollout-calibration-samples", type=int, default=64, help="default 64")
     group.add_argument(
@@ -68,7 +75,7 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
         help="most likely tokens kept at each position, for --trace-objective score_centering",
     )
     group.add_argument("--rollout-requests", type=int, default=64, help="at a time, default 64")
-    return parser
+    return group
 
 
 def main() -> None:
@@ -78,33 +85,16 @@ def main() -> None:
     if warm == (args.load is not None) or (warm and args.save is None):
         raise SystemExit("give either --load CHECKPOINT, or --rollout-warm-start N and --save")
     trace = trace_config_from_args(args)
-    items = load_tasks(args.rollout_tasks)
+    items, tokenizer = load_prompts(args)
     if not 1 <= args.rollout_prompts <= len(items) or args.rollout_samples < 2:
         raise SystemExit(
             f"--rollout-prompts must be 1 to {len(items)}, the prompts of {args.rollout_tasks}, "
             f"and --rollout-samples at least 2, as an advantage is relative to the others; got "
             f"{args.rollout_prompts} and {args.rollout_samples}"
         )
-    tokenizer = CharTokenizer.of_tasks(items)
-    if tokenizer.vocab_size > args.padded_vocab_size:
-        raise SystemExit(
-            f"{args.rollout_tasks} needs {tokenizer.vocab_size} tokens, but the model has "
-            f"{args.padded_vocab_size}; set --vocab-size"
-        )
     training.initialize_megatron()
-    weights, policy_version = load_weights(args, items, tokenizer)
-    config = trace_model_config_from_args(args, trace, "megatron", None)
-    engine = RolloutEngine(
-        config.transformer,
-        pattern=args.hybrid_layer_pattern,
-        vocab_size=args.padded_vocab_size,
-        max_sequence_length=args.max_position_embeddings,
-        trace=trace,
-        eod_token=END_TOKEN,
-        max_requests=args.rollout_requests,
-        rotary_percent=args.rotary_percent,
-        rotary_base=args.rotary_base,
-    )
+    weights, policy_version = first_weights(args, items, tokenizer)
+    engine = build_engine(args, trace)
     engine.load_weights(weights)
     if (args.rollout_output / SETTINGS_FILE).is_file() and trace.method != "bf16":
         # Later policy versions keep the scales of the folder's first one.
@@ -117,6 +107,34 @@ def main() -> None:
     record(args, engine, items, tokenizer, policy_version)
 
 
+def load_prompts(args: Namespace) -> tuple[list[TaskItem], CharTokenizer]:
+    """Gives the prompts and their tokenizer."""
+    items = load_tasks(args.rollout_tasks)
+    tokenizer = CharTokenizer.of_tasks(items)
+    if tokenizer.vocab_size > args.padded_vocab_size:
+        raise SystemExit(
+            f"{args.rollout_tasks} needs {tokenizer.vocab_size} tokens, but the model has "
+            f"{args.padded_vocab_size}; set --vocab-size"
+        )
+    return items, tokenizer
+
+
+def build_engine(args: Namespace, trace: TraceConfig) -> RolloutEngine:
+    """Gives an engine without weights."""
+    config = trace_model_config_from_args(args, trace, "megatron", None)
+    return RolloutEngine(
+        config.transformer,
+        pattern=args.hybrid_layer_pattern,
+        vocab_size=args.padded_vocab_size,
+        max_sequence_length=args.max_position_embeddings,
+        trace=trace,
+        eod_token=END_TOKEN,
+        max_requests=args.rollout_requests,
+        rotary_percent=args.rotary_percent,
+        rotary_base=args.rotary_base,
+    )
+
+
 def record(
     args: Namespace,
     engine: RolloutEngine,
@@ -127,42 +145,106 @@ def record(
     """Rolls out and commits samples, hints and rewards."""
     first = args.rollout_first_prompt
     rows = [row % len(items) for row in range(first, first + args.rollout_prompts)]
-    places = [(row, n) for row in rows for n in range(args.rollout_samples)]
-    name = f"version-{policy_version}/item-{{}}/sample-{{}}"
     with HintFilesWriter(args.rollout_output) as files:
-        samples = engine.generate(
-            [tokenizer.encode(items[row].prompt) for row, _ in places],
-            [name.format(row, n) for row, n in places],
-            store=files,
-            sampling=SamplingSettings(
-                max_new_tokens=args.rollout_max_response_tokens,
-                top_logprobs=args.rollout_top_logprobs,
-            ),
-            seed=args.seed,
+        rewards = roll_out(
+            args,
+            engine,
+            files,
+            items,
+            tokenizer,
+            rows=rows,
+            samples_per_prompt=args.rollout_samples,
+            group=f"version-{policy_version}",
         )
-        scores = score_samples(samples, [items[row] for row, _ in places], tokenizer)
-        rewards = [
-            Reward(
-                sample.sample_id, f"version-{policy_version}/item-{row}", args.rollout_samples, s
-            )
-            for sample, (row, _), s in zip(samples, places, scores, strict=True)
-        ]
-        commit_rollouts(files, samples, rewards, engine.settings)
     print_rank_0(
-        f"{args.rollout_output}: {len(samples)} samples of policy version {policy_version}, "
-        f"mean reward {sum(scores) / len(scores):.3f}"
+        f"{args.rollout_output}: {len(rewards)} samples of policy version {policy_version}, "
+        f"mean reward {sum(r.reward for r in rewards) / len(rewards):.3f}"
     )
 
 
-def load_weights(
+def roll_out(
+    args: Namespace,
+    engine: RolloutEngine,
+    files: HintFilesWriter,
+    items: Sequence[TaskItem],
+    tokenizer: CharTokenizer,
+    *,
+    rows: Sequence[int],
+    samples_per_prompt: int,
+    group: str,
+) -> list[Reward]:
+    """Rolls out and commits samples, hints and rewards.
+
+    Args:
+        args: Parsed flags.
+        engine: An engine that weights were pushed to.
+        files: Where samples and hints go.
+        items: The prompts.
+        tokenizer: Their tokenizer.
+        rows: Which of them.
+        samples_per_prompt: Samples of each.
+        group: First part of the names of groups and samples; a sample's random numbers are those
+            of --seed and its name.
+
+    Returns:
+        The reward of each sample.
+    """
+    places = [(row, n) for row in rows for n in range(samples_per_prompt)]
+    samples = engine.generate(
+        [tokenizer.encode(items[row].prompt) for row, _ in places],
+        [f"{group}/item-{row}/sample-{n}" for row, n in places],
+        store=files,
+        sampling=SamplingSettings(
+            max_new_tokens=args.rollout_max_response_tokens,
+            top_logprobs=args.rollout_top_logprobs,
+        ),
+        seed=args.seed,
+    )
+    scores = score_samples(samples, [items[row] for row, _ in places], tokenizer)
+    rewards = [
+        Reward(sample.sample_id, f"{group}/item-{row}", samples_per_prompt, score)
+        for sample, (row, _), score in zip(samples, places, scores, strict=True)
+    ]
+    commit_rollouts(files, samples, rewards, engine.settings)
+    return rewards
+
+
+def first_weights(
     args: Namespace, items: Sequence[TaskItem], tokenizer: CharTokenizer
 ) -> tuple[dict[str, torch.Tensor], int]:
-    """Gives the parameters of a checkpoint by name, and its iteration as policy version."""
+    """Gives the parameters to roll out from by name, and their iteration as policy version."""
+    if args.rollout_warm_start is None:
+        folder, iteration = latest_checkpoint(args.load)
+        return checkpoint_weights(args, folder), iteration
+    model = build_model(args, fp32=True)
+    warm_start(model, items, tokenizer, WarmStartSettings(steps=args.rollout_warm_start))
+    model.to(args.params_dtype)
+    with compat.checkpoint_writes_in_process():
+        save_checkpoint(0, [model], None, None, 0)
+    return _parameters(model), 0
+
+
+def latest_checkpoint(load: str) -> tuple[str, int]:
+    """Gives the folder of the latest checkpoint below `load`, and its iteration."""
+    iteration, release = read_metadata(tracker_file(load))
+    return get_checkpoint_name(load, iteration, release, return_base_dir=True), int(iteration)
+
+
+def checkpoint_weights(args: Namespace, folder: str | Path) -> dict[str, torch.Tensor]:
+    """Gives the parameters of one checkpoint by name."""
+    model = build_model(args)
+    state: Any = dist_checkpointing.load({"model": model.sharded_state_dict()}, str(folder))
+    model.load_state_dict(state["model"])
+    return _parameters(model)
+
+
+def build_model(args: Namespace, *, fp32: bool = False) -> HybridModel:
+    """Gives a model of the flags' sizes, in their dtype or in FP32."""
     config = trace_model_config_from_args(args, trace_config_from_args(args), "megatron", None)
     transformer = copy.copy(config.transformer)
-    if args.rollout_warm_start is not None:
+    if fp32:
         transformer.params_dtype, transformer.bf16 = torch.float32, False
-    model: HybridModel = build_hybrid_model(
+    return build_hybrid_model(
         transformer,
         pattern=args.hybrid_layer_pattern,
         vocab_size=args.padded_vocab_size,
@@ -171,19 +253,10 @@ def load_weights(
         rotary_percent=args.rotary_percent,
         rotary_base=args.rotary_base,
     )
-    iteration = 0
-    if args.rollout_warm_start is not None:
-        settings = WarmStartSettings(steps=args.rollout_warm_start)
-        warm_start(model, items, tokenizer, settings)
-        model.to(args.params_dtype)
-        with compat.checkpoint_writes_in_process():
-            save_checkpoint(iteration, [model], None, None, 0)
-    else:
-        iteration, _ = read_metadata(tracker_file(args.load))
-        folder = get_checkpoint_name(args.load, iteration, return_base_dir=True)
-        state: Any = dist_checkpointing.load({"model": model.sharded_state_dict()}, folder)
-        model.load_state_dict(state["model"])
-    return {name: value.detach() for name, value in model.named_parameters()}, int(iteration)
+
+
+def _parameters(model: HybridModel) -> dict[str, torch.Tensor]:
+    return {name: value.detach() for name, value in model.named_parameters()}
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ process at each of them.
 from __future__ import annotations
 
 import os
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
@@ -53,6 +54,25 @@ def write_file(path: Path, content: bytes) -> None:
         temporary.unlink(missing_ok=True)
         raise
     sync_folder(path.parent)
+
+
+def create_file(path: Path, content: bytes) -> bool:
+    """Writes a whole file durably unless there is one: of several writers, the first one wins.
+
+    Returns:
+        Whether the file is this one's.
+    """
+    # A name of its own: others may be writing the same file, also on other hosts.
+    own = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
+    temporary = write_temporary(own, lambda stream: _discard(stream.write(content)))
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        return False
+    finally:
+        temporary.unlink()
+    sync_folder(path.parent)
+    return True
 
 
 def sync_folder(folder: Path) -> None:

@@ -155,7 +155,9 @@ class Exchange:
         self.folder = Path(folder)
         path = self.folder / RUN_FILE
         if not path.is_file():
-            raise ValueError(f"{folder} is no run: it has no {RUN_FILE}; tools/exchange.py makes it")
+            raise ValueError(
+                f"{folder} is no run: it has no {RUN_FILE}; tools/exchange.py makes it"
+            )
         self.settings = _read(path, lambda record: ExchangeSettings(**record))
 
     @classmethod
@@ -204,7 +206,7 @@ class Exchange:
         Raises:
             ValueError: The folder of checkpoints holds something else.
         """
-        path = self.checkpoints / _TRACKER
+        path, text = self.checkpoints / _TRACKER, ""
         for _ in range(50):
             try:
                 text = path.read_text().strip()
@@ -253,16 +255,16 @@ class Exchange:
             raise PausedError(f"{self.folder} is paused")
         version = self.published_version()
         per_step = self.settings.batches_per_step
-        end = min(
-            (version + self.settings.max_lag + 1) * per_step, self.settings.num_batches
-        )
+        end = min((version + self.settings.max_lag + 1) * per_step, self.settings.num_batches)
         for number in range(version * per_step, end):
-            if self._batch_path(number).exists():
+            if self.is_complete(number):
                 continue
             path = self.folder / _CLAIMS / f"b{number:08d}.json"
             content = json.dumps({"worker": worker, "policy_version": version}).encode()
             if create_file(path, content) or self._take_over(path, worker, content):
-                return Claim(number, version, path)
+                if not self.is_complete(number):
+                    return Claim(number, version, path)
+                path.unlink(missing_ok=True)  # Its worker committed it since we looked.
         return None
 
     def give_up(self, claim: Claim) -> None:
@@ -384,7 +386,7 @@ class Exchange:
             path.rename(path.with_name(f"lost.{path.name}.{time.time_ns()}"))
         except FileNotFoundError:  # It ended meanwhile.
             pass
-        return not self.is_complete(int(path.stem[1:])) and create_file(path, content)
+        return create_file(path, content)
 
     def _file_system_time(self, worker: str) -> float:
         """Gives the time by the clock that dates the files, which may not be this host's."""

@@ -18,7 +18,7 @@ from megatron_trace.rl_config import LossConfig
 
 def open_samples(
     folder: str | Path, loss: LossConfig, *, quantised: bool, drop_without_spread: bool
-) -> RolloutFolder | ExchangeFolder:
+) -> Samples:
     """Gives the samples of a folder of rollouts, or of a running exchange.
 
     Args:
@@ -98,16 +98,42 @@ class ExchangeFolder:
         reward = batch.rewards[index % self.exchange.settings.samples_per_batch]
         name = reward.sample_id
         self.hints.sources[name] = batch.folder
-        return RewardedSample(
-            self.hints.reader(name).sample(name), reward.reward, advantages[name]
-        )
+        return RewardedSample(self.hints.reader(name).sample(name), reward.reward, advantages[name])
 
     def advantage(self, index: int) -> float:
         """Gives a sample's advantage without reading its file."""
         batch, advantages = self._batch(index // self.exchange.settings.samples_per_batch)
-        return advantages[
-            batch.rewards[index % self.exchange.settings.samples_per_batch].sample_id
-        ]
+        return advantages[batch.rewards[index % self.exchange.settings.samples_per_batch].sample_id]
+
+    def require_fitting(
+        self,
+        *,
+        global_batch_size: int,
+        train_iters: int,
+        save: str | None,
+        load: str | None,
+        save_interval: int | None,
+    ) -> None:
+        """Checks that Megatron's flags are those of the run.
+
+        Raises:
+            ValueError: They are not: workers would wait for ever, or roll out from other weights.
+        """
+        run = self.exchange.settings
+        for flag, given, expected in (
+            ("--global-batch-size", global_batch_size, run.samples_per_step),
+            ("--train-iters", train_iters, run.steps),
+            ("--save-interval", save_interval, run.publish_every),
+        ):
+            if given != expected:
+                raise ValueError(f"{flag} must be {expected} in {self.folder}; got {given}")
+        own = self.exchange.checkpoints.resolve()
+        for flag, path in (("--save", save), ("--load", load)):
+            if path is None or Path(path).resolve() != own:
+                raise ValueError(
+                    f"{flag} must be {own}, where workers find new weights; got {path} (give the "
+                    "checkpoint to start from as --pretrained-checkpoint)"
+                )
 
     def with_own_reader(self) -> ExchangeFolder:
         """Gives the same samples, to be read by another thread."""
@@ -175,3 +201,6 @@ class _HintsOfWorkers:
     def places(self, sample_id: str, kind: RecordKind = RecordKind.HINT) -> tuple[Place, ...]:
         """Gives the (layer, site) of a sample's records in ascending order."""
         return self.reader(sample_id).places(kind)
+
+
+Samples = RolloutFolder | ExchangeFolder

@@ -22,11 +22,11 @@ from torch.utils.data import Dataset
 
 from megatron_trace.config import RecordedConfig, TraceConfig
 from megatron_trace.hints.types import Site
+from megatron_trace.rl.exchange_folder import Samples, open_samples
 from megatron_trace.rl.losses import count_units, summed_loss
 from megatron_trace.rl.objectives.settings import loss_settings
 from megatron_trace.rl.objectives.values import PolicyBatch
 from megatron_trace.rl.recorded_pass import Indices, RecordedPass, part_of
-from megatron_trace.rl.rollout_folder import RolloutFolder
 from megatron_trace.rl_config import LossConfig
 from megatron_trace.training.megatron_model import trace_sites
 from megatron_trace.training.micro_batch import MicroBatch
@@ -117,8 +117,11 @@ class RecordedTraining:
         loss = loss or LossConfig()
         self._loss = loss_settings(trace.method, loss)
         self.folders = [
-            RolloutFolder(path).for_objective(
-                loss, drop_without_spread=self._loss.objective == "dapo"
+            open_samples(
+                path,
+                loss,
+                quantised=trace.method != "bf16",
+                drop_without_spread=self._loss.objective == "dapo",
             )
             for path in (recorded.hint_dir, recorded.valid_hint_dir)
             if path
@@ -129,7 +132,7 @@ class RecordedTraining:
         self._running: dict[int, TraceSites] = {}
         self._counts: dict[Site, Counter[str]] = {}
         # Of each stage on this rank, by the identity of its sites.
-        self._readers: dict[int, list[RolloutFolder]] = {}
+        self._readers: dict[int, list[Samples]] = {}
         self._passes: dict[int, RecordedPass] = {}
 
     def datasets(

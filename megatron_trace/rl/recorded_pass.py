@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from megatron_trace.rl.rollout_folder import RolloutFolder
+from megatron_trace.rl.exchange_folder import Samples
 from megatron_trace.training.micro_batch import MicroBatch
 from megatron_trace.training.prefetch import MicroBatchPrefetcher
 from megatron_trace.training.sites import TraceSites
@@ -43,7 +43,7 @@ class RecordedPass:
         self,
         data_iterator: Iterator[Indices],
         num_micro_batches: int,
-        readers: Sequence[RolloutFolder],
+        readers: Sequence[Samples],
         sites: TraceSites,
         *,
         max_host_bytes: int | None,

@@ -275,6 +275,7 @@ def _read_rewards(folder: Path) -> dict[str, Reward]:
 
 
 def advantages_of(rewards: Mapping[str, Reward]) -> dict[str, float]:
+    """Gives the advantage of each sample within its group, by sample id."""
     groups: dict[str, list[Reward]] = {}
     for reward in rewards.values():
         groups.setdefault(reward.group, []).append(reward)
