@@ -83,13 +83,17 @@ def full_forward(weights, samples):
     def logprobs(dtype):
         model, results = _model(weights, dtype), []
         for sample in samples:
-            tokens = torch.tensor([[*sample.prompt_tokens, *sample.response_tokens]])
+            tokens = torch.tensor(
+                [[*sample.prompt_tokens, *sample.response_tokens]],
+                device=torch.cuda.current_device(),
+            )
             size = tokens.shape[1] - 1
             with torch.no_grad():
-                positions = torch.arange(size)[None]
-                logits = model(tokens[:, :-1], positions, causal_mask(size))[0].float()
+                positions = torch.arange(size, device=tokens.device)[None]
+                mask = causal_mask(size).to(tokens.device)
+                logits = model(tokens[:, :-1], positions, mask)[0].float()
             chosen = logits.log_softmax(-1).gather(1, tokens[0, 1:, None])[:, 0]
-            results.append(chosen[len(sample.prompt_tokens) - 1 :])
+            results.append(chosen[len(sample.prompt_tokens) - 1 :].cpu())
         return torch.cat(results)
 
     return {dtype: logprobs(dtype) for dtype in (torch.bfloat16, torch.float32)}
@@ -272,7 +276,7 @@ def test_nothing_of_a_gated_delta_net_is_quantised(engine, weights):
         assert not enabled
         for name, parameter in net.named_parameters():
             pushed = weights[f"decoder.layers.{number}.self_attention.{name}"].bfloat16()
-            assert_same_bytes(parameter.detach(), pushed, name)
+            assert_same_bytes(parameter.detach().cpu(), pushed, name)
     cached = {layer for layer, site in engine.sites.calls if site in (Site.K, Site.V)}
     assert cached == {3}
 

@@ -21,6 +21,9 @@ from megatron_trace.models.hybrid import (
 )
 from megatron_trace.testing.single_process import QWEN_FIELDS, single_process, tiny_moe_config
 
+# What is tested is the layer, not fla's kernels, whose products are TF32.
+TORCH = HybridModules(delta_rule="torch")
+
 
 @pytest.fixture(scope="module", autouse=True)
 def _one_rank():
@@ -36,7 +39,7 @@ def model():
         pattern="GEGEGE*E",
         vocab_size=16,
         max_sequence_length=32,
-        modules=HybridModules(),
+        modules=TORCH,
         rotary_percent=0.25,
     )
 
@@ -51,6 +54,10 @@ def layer(model):
     return layer
 
 
+def _hidden(*size):
+    return torch.randn(*size, 128, device=torch.cuda.current_device())
+
+
 @pytest.mark.parametrize("zero_centred", [True, False])
 def test_output_and_gradients_are_those_of_megatrons_layer(layer, monkeypatch, zero_centred):
     """Megatron's deterministic path; fla's normalisation, which it calls, is replaced by ours."""
@@ -62,12 +69,14 @@ def test_output_and_gradients_are_those_of_megatrons_layer(layer, monkeypatch, z
     )
     groups = layer.pg_collection
     submodules = gated_delta_net_spec(HybridModules()).submodules
-    ours = LocalGatedDeltaNet(config, submodules, layer_number=1, pg_collection=groups)
+    given = {"layer_number": 1, "pg_collection": groups}
+    ours = LocalGatedDeltaNet(config, submodules, delta_rule="torch", **given)
     with compat.fla_not_needed():
-        theirs = GatedDeltaNet(config, submodules, layer_number=1, pg_collection=groups)
+        theirs = GatedDeltaNet(config, submodules, **given)
     for net in (ours, theirs):
         net.load_state_dict(layer.state_dict())
-    hidden, results = torch.randn(70, 2, 128), []
+        net.to(torch.cuda.current_device())
+    hidden, results = _hidden(70, 2), []
     for net in (ours, theirs):
         leaf = hidden.clone().requires_grad_()
         output, _ = net(leaf, None)
@@ -79,8 +88,10 @@ def test_output_and_gradients_are_those_of_megatrons_layer(layer, monkeypatch, z
 
 
 def test_a_qwen_block_trains_and_every_parameter_gets_a_gradient(model):
-    tokens = torch.randint(0, 16, (2, 24))
-    positions, mask = torch.arange(24).expand(2, -1), causal_mask(24)
+    device = torch.cuda.current_device()
+    tokens = torch.randint(0, 16, (2, 24), device=device)
+    positions = torch.arange(24, device=device).expand(2, -1)
+    mask = causal_mask(24).to(device)
     optimizer = torch.optim.Adam(model.parameters(), 2e-3)
     losses = []
     for _ in range(4):
@@ -94,8 +105,8 @@ def test_a_qwen_block_trains_and_every_parameter_gets_a_gradient(model):
 
 
 def test_padding_on_the_right_changes_no_earlier_position(layer):
-    hidden = torch.randn(20, 1, 128)
-    padded = torch.cat((hidden, torch.randn(11, 1, 128)))
+    hidden = _hidden(20, 1)
+    padded = torch.cat((hidden, _hidden(11, 1)))
     # Measured: 3e-8 of outputs around 0.1.
     torch.testing.assert_close(
         layer(padded, None)[0][:20], layer(hidden, None)[0], atol=1e-6, rtol=0
@@ -103,8 +114,8 @@ def test_padding_on_the_right_changes_no_earlier_position(layer):
 
 
 def test_case_46_packed_sequences_are_computed_as_separate_ones(layer):
-    hidden = torch.randn(40, 1, 128)
-    bounds = torch.tensor([0, 15, 40], dtype=torch.int32)
+    hidden = _hidden(40, 1)
+    bounds = torch.tensor([0, 15, 40], dtype=torch.int32, device=hidden.device)
     packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds)
     together, _ = layer(hidden, None, packed_seq_params=packed)
     alone = torch.cat([layer(part, None)[0] for part in hidden.split([15, 25])])
@@ -118,11 +129,11 @@ def test_bounds_that_do_not_end_with_the_tokens_are_refused(layer):
     bounds = torch.tensor([0, 15, 30], dtype=torch.int32)
     packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds)
     with pytest.raises(ValueError, match="does not match"):
-        layer(torch.randn(40, 1, 128), None, packed_seq_params=packed)
+        layer(_hidden(40, 1), None, packed_seq_params=packed)
 
 
 def test_the_states_after_a_sequence_continue_it(layer):
-    projected, _ = layer.in_proj(torch.randn(30, 1, 128))
+    projected, _ = layer.in_proj(_hidden(30, 1))
     projected = projected.transpose(0, 1)
     whole, *_ = layer.advance(projected)
     _, conv, recurrent = layer.advance(projected[:, :13], keep_states=True)
