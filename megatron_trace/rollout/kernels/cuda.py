@@ -147,6 +147,7 @@ def paged_attention(
     return output
 
 
+@functools.cache
 def _why_no_compiler() -> str | None:
     from torch.utils import cpp_extension
 

@@ -82,7 +82,7 @@ def paged_attention(
         block_table: int32 [R, >= P], pages of each request.
         scale: Factor of the logits.
         max_new_tokens: No request has more new tokens.
-        implementation: `torch`; `triton`; `cuda` (steps of one new token each in CUDA C++, others
+        implementation: `torch`; `triton`; `cuda` (requests of one new token in CUDA C++, others
             in Triton); or `auto` (the last of these that can run, torch for plain pages).
 
     Returns:
@@ -98,14 +98,23 @@ def paged_attention(
         )
     assert isinstance(keys, PackedPages), "kernels read packed pages"
     assert isinstance(values, PackedPages), "keys and values are packed alike"
-    tensors = (query, keys, values, cu_query_lengths, lengths, block_table)
-    if chosen == "cuda" and max_new_tokens == 1:
-        from megatron_trace.rollout.kernels import cuda
+    from megatron_trace.rollout.kernels import attention, cuda
 
+    def by_triton(lengths: torch.Tensor) -> torch.Tensor:
+        tensors = (query, keys, values, cu_query_lengths, lengths, block_table)
+        return attention.paged_attention(*tensors, scale, max_new_tokens=max_new_tokens)
+
+    def by_cuda(lengths: torch.Tensor) -> torch.Tensor:
+        tensors = (query, keys, values, cu_query_lengths, lengths, block_table)
         return cuda.paged_attention(*tensors, scale)
-    from megatron_trace.rollout.kernels import attention
 
-    return attention.paged_attention(*tensors, scale, max_new_tokens=max_new_tokens)
+    if chosen == "triton":
+        return by_triton(lengths)
+    if max_new_tokens == 1:
+        return by_cuda(lengths)
+    # Each gives 0 to the requests of the other, which it takes for padding.
+    decodes = cu_query_lengths.diff() == 1
+    return by_triton(lengths.masked_fill(decodes, 0)) + by_cuda(lengths.masked_fill(~decodes, 0))
 
 
 def _attention_implementation(name: KVKernels, query: torch.Tensor, keys: AnyPages) -> KVKernels:
