@@ -9,6 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from megatron_trace.compat import inference_mode_of_process
 from megatron_trace.config import TraceConfig
 from megatron_trace.models.hybrid import HybridModules, build_hybrid_model, causal_mask
 from megatron_trace.rollout.attention import EngineCoreAttention, PagedSelfAttention
@@ -204,9 +205,12 @@ def test_a_turn_that_follows_continues_from_the_states_of_the_last(model, server
 
 
 def test_case_25_buffers_that_move_between_rollouts_are_found(model, server):
-    """What a suspended engine comes back with: other memory, and in it what others left there."""
+    """A suspended engine may come back with other memory, and in it what others left there."""
     moved = server()
     before = _serve(moved, QUEUED)
+    with inference_mode_of_process():
+        moved._engine.suspend()
+        moved._engine.resume()
     for name in ("mamba_conv_states", "mamba_ssm_states"):
         states = getattr(moved.context, name)
         setattr(moved.context, name, torch.full_like(states, torch.nan))
