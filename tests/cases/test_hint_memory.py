@@ -24,14 +24,17 @@ samples = [
     for n in range(64)
 ]
 # Tensors of ones, not of zeros: pages that were never written are not resident.
-records = {
-    (layer, site): tuple(
-        torch.ones(64 * rows, width // per_byte, dtype=torch.uint8) for per_byte in (2, 16)
-    )
-    for layer in range(4) for site, width in widths.items()
-}
+records = [
+    {
+        (layer, site): tuple(
+            torch.ones(rows, width // per_byte, dtype=torch.uint8) for per_byte in (2, 16)
+        )
+        for layer in range(4) for site, width in widths.items()
+    }
+    for _ in samples
+]
 store, before = HintStore(), resident_bytes()
-store_records(store, samples, records, QuantizerSettings(dict.fromkeys(records, 0.01)),
+store_records(store, samples, records, QuantizerSettings(dict.fromkeys(records[0], 0.01)),
               hint_bits=1, hint_sites=tuple(widths), diagnostic_share=0.0)
 print(resident_bytes() - before, store.num_bytes)
 """
