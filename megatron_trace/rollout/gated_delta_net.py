@@ -9,6 +9,7 @@ convolution, W its taps, H value heads, K key dim, V value dim, Q slots.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -118,8 +119,8 @@ class EngineGatedDeltaNet(LocalGatedDeltaNet):
     ) -> None:
         """Computes one piece of each of several requests, packed."""
         lengths = [piece.rows.stop - piece.rows.start for piece in pieces]
-        bounds = torch.tensor([0, *itertools.accumulate(lengths)], device=projected.device)
-        slots = torch.tensor([piece.slot for piece in pieces], device=projected.device)
+        bounds = _on_device((0, *itertools.accumulate(lengths)), projected.device)
+        slots = _on_device(tuple(piece.slot for piece in pieces), projected.device)
         packed = torch.cat([projected[piece.rows] for piece in pieces])[None]
         outputs = self._step(packed, conv, recurrent, slots, bounds)[0].split(lengths)
         for piece, output in zip(pieces, outputs, strict=True):
@@ -152,19 +153,34 @@ def _prefill_pieces(context: DynamicInferenceContext, num_decode: int) -> list[l
         return []
     metadata: Any = context.mamba_metadata
     bounds = metadata.cu_seqlens_list[: num_prefill + 1]
-    slots = metadata.batch_indices_prefill[:num_prefill].tolist()
-    counts = [*metadata.per_request_intermediate_counts, *[0] * num_prefill][:num_prefill]
-    cuts = metadata.intermediate_abs_positions[: sum(counts)].tolist() if sum(counts) else []
-    requests, first = [], 0
-    for slot, (start, end), count in zip(slots, itertools.pairwise(bounds), counts, strict=True):
-        stops = sorted(zip(cuts[first : first + count], range(first, first + count), strict=True))
-        first += count
+    # All of this is known on the host, so that no layer waits for the device.
+    first = context.paused_request_count + num_decode
+    slots = metadata.request_to_mamba_state_idx[first : first + num_prefill].tolist()
+    offsets, counts = None, None
+    if context.mamba_slot_allocator is not None:
+        offsets, counts = context.mamba_slot_allocator.get_intermediate_cpu_data()
+    requests, num_snapshots = [], 0
+    for request, (slot, (start, end)) in enumerate(
+        zip(slots, itertools.pairwise(bounds), strict=True)
+    ):
+        stops: list[tuple[int, int | None]] = []
+        if offsets is not None and counts is not None:
+            # In ascending order, as Megatron numbers the snapshots of a step.
+            for offset in offsets[request, : int(counts[request])].tolist():
+                stops.append((start + offset, num_snapshots))
+                num_snapshots += 1
         pieces = []
         for stop, snapshot in [*stops, (end, None)]:
             pieces.append(_Piece(slice(num_decode + start, num_decode + stop), slot, snapshot))
             start = stop
         requests.append(pieces)
     return requests
+
+
+@functools.lru_cache(maxsize=16)
+def _on_device(values: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """Gives an int64 tensor; the same one again, by which fla finds what it derived from bounds."""
+    return torch.tensor(values, device=device)
 
 
 def state_config(model: HybridModel, block_size_tokens: int) -> MambaInferenceStateConfig:
