@@ -9,11 +9,18 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_trace.testing.exact_attention import attention_in_fp64
+from megatron_trace.testing import cpu_runtime
+from megatron_trace.testing.exact_products import ExactProducts
 from megatron_trace.testing.rollouts import assert_same_rollout
 from megatron_trace.testing.tiny_rollout import random_prompts, roll_out, tiny_engine, tiny_weights
 
-pytestmark = pytest.mark.usefixtures("one_rank")
+pytestmark = [
+    pytest.mark.usefixtures("one_rank"),
+    pytest.mark.skipif(
+        not cpu_runtime.is_installed(),
+        reason="kernels of a GPU do not go through torch",
+    ),
+]
 
 SITES = ("fc1", "fc2", "k", "v")
 
@@ -33,7 +40,7 @@ def test_39_the_same_prompt_cold_found_and_dropped_has_the_same_records() -> Non
         found.append(engine.report.prefix_tokens)
         return rollout
 
-    with attention_in_fp64():
+    with ExactProducts():
         cold, hit = again(), again()
         for other in others:
             roll_out(engine, [other], sample_ids=["other"], max_new_tokens=8)

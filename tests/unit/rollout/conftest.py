@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_trace.testing import exact_attention
+from megatron_trace.testing import cpu_runtime
+from megatron_trace.testing.exact_products import ExactProducts
 from megatron_trace.testing.single_process import single_process
 from megatron_trace.testing.tiny_rollout import tiny_engine, tiny_weights
 
@@ -37,6 +38,9 @@ def bf16_engine(weights):
 
 
 @pytest.fixture(scope="module")
-def attention_in_fp64(_one_rank):
-    with exact_attention.attention_in_fp64():
+def exact_products(_one_rank):
+    """Lets rollouts with other batches be compared bit by bit, as far as torch computes them."""
+    if not cpu_runtime.is_installed():
+        pytest.skip("kernels of a GPU do not go through torch")
+    with ExactProducts():
         yield

@@ -204,6 +204,7 @@ def test_no_prompts_give_no_samples(trace_engine):
     assert len(store) == 0
 
 
+@pytest.mark.usefixtures("exact_products")
 @pytest.mark.parametrize("share", [1, 3])
 def test_a_sample_is_the_same_in_any_company(trace_engine, weights, share):
     """Alone, among others, in another order, and with other requests beside it at a time."""
@@ -211,6 +212,7 @@ def test_a_sample_is_the_same_in_any_company(trace_engine, weights, share):
     samples, store = roll_out(trace_engine, prompts, sample_ids=ids)
     chosen = list(range(0, 24, 4))[::-share]
     engine = tiny_engine(weights, hint_layers="all", diagnostic_share=1.0, max_requests=3)
+    engine.use_settings(trace_engine.settings)
     for rollout_engine in (trace_engine, engine):
         others = roll_out(
             rollout_engine, [prompts[n] for n in chosen], sample_ids=[ids[n] for n in chosen]

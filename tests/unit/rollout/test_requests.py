@@ -12,8 +12,6 @@ from megatron_trace.rollout import SamplingSettings
 from megatron_trace.testing.rollouts import assert_same_rollout, records_of
 from megatron_trace.testing.tiny_rollout import EOD_TOKEN, random_prompts, tiny_engine
 
-pytestmark = pytest.mark.usefixtures("attention_in_fp64")
-
 PROMPTS = random_prompts(8, shortest=2, longest=20)
 
 
@@ -28,10 +26,11 @@ def _generate(engine, prompts=PROMPTS, ids=None, **options: Any):
 
 
 @pytest.fixture(scope="module")
-def usual(trace_engine, attention_in_fp64):
+def usual(trace_engine, exact_products):
     return _generate(trace_engine)
 
 
+@pytest.mark.usefixtures("exact_products")
 @pytest.mark.parametrize("stop_tokens", [(3,), (3, 7, 11)], ids=str)
 def test_a_response_ends_at_the_first_of_several_stop_tokens(trace_engine, usual, stop_tokens):
     samples, store = _generate(trace_engine, stop_tokens=stop_tokens)
@@ -68,6 +67,7 @@ def test_other_names_than_samples_are_refused(trace_engine):
         _generate(trace_engine, PROMPTS[:3], ["a", "b", "c"], samples_per_prompt=2)
 
 
+@pytest.mark.usefixtures("exact_products")
 def test_seeds_of_samples_take_the_place_of_their_names(trace_engine):
     seeds = [5, 2**64 - 1, 7]
     samples, store = _generate(trace_engine, PROMPTS[:3], ["a", "b", "c"], seeds=seeds)
@@ -78,6 +78,7 @@ def test_seeds_of_samples_take_the_place_of_their_names(trace_engine):
         _generate(trace_engine, PROMPTS[:3], ["a", "b", "c"], seeds=[1, 2])
 
 
+@pytest.mark.usefixtures("exact_products")
 def test_every_token_is_streamed_once_in_order_with_its_logprob(trace_engine, usual):
     steps = []
     samples, store = _generate(trace_engine, on_tokens=lambda tokens: steps.append(list(tokens)))
@@ -101,6 +102,7 @@ def _abort_at(engine, names, *, token: int, keep: bool):
     return on_tokens
 
 
+@pytest.mark.usefixtures("exact_products")
 def test_an_aborted_sample_leaves_neither_sample_nor_hints(trace_engine, usual):
     on_tokens = _abort_at(trace_engine, ["s2", "s5"], token=3, keep=False)
     samples, store = _generate(trace_engine, on_tokens=on_tokens)
@@ -111,6 +113,7 @@ def test_an_aborted_sample_leaves_neither_sample_nor_hints(trace_engine, usual):
     assert trace_engine.report.num_samples == len(PROMPTS) - 2
 
 
+@pytest.mark.usefixtures("exact_products")
 def test_an_aborted_sample_that_is_kept_ends_with_the_running_step(trace_engine, usual):
     on_tokens = _abort_at(trace_engine, ["s2"], token=3, keep=True)
     samples, store = _generate(trace_engine, on_tokens=on_tokens)
@@ -173,12 +176,13 @@ def _two_turns(turn):
 
 
 @pytest.fixture(scope="module")
-def turns(trace_engine, attention_in_fp64):
+def turns(trace_engine):
     """Samples of which some stop twice."""
     prompts = random_prompts(24, longest=20, seed=8)
     return _generate(trace_engine, prompts, max_new_tokens=20, next_turn=_two_turns, top_logprobs=3)
 
 
+@pytest.mark.usefixtures("exact_products")
 def test_a_turn_goes_on_with_the_tokens_that_are_given(trace_engine, turns):
     prompts = random_prompts(24, longest=20, seed=8)
     single, _ = _generate(trace_engine, prompts, max_new_tokens=20)
@@ -206,6 +210,7 @@ def test_the_end_of_a_turn_and_given_tokens_have_rows(turns):
         assert sample.routing.shape[0] == len(sample.tokens) - 1
 
 
+@pytest.mark.usefixtures("exact_products")
 def test_the_rows_of_a_turn_are_those_that_its_tokens_were_sampled_with(trace_engine, turns):
     prompts = random_prompts(24, longest=20, seed=8)
     single, single_store = _generate(trace_engine, prompts, max_new_tokens=20)

@@ -1,7 +1,7 @@
 """A sample has the same tokens and records however the engine came to compute its rows.
 
 Pages have 16 tokens. What is compared is the rollout of an engine with room for everything, which
-computes every prompt at once and shares nothing. Attention accumulates in FP64 here: else its last
+computes every prompt at once and shares nothing. Products accumulate in FP64 here: else their last
 bit depends on the other requests of a step, in any engine, and so do some of the codes.
 """
 
@@ -15,7 +15,7 @@ from megatron_trace.rollout import SamplingSettings
 from megatron_trace.testing.rollouts import assert_same_rollout, records_of
 from megatron_trace.testing.tiny_rollout import random_prompts, roll_out, tiny_engine
 
-pytestmark = pytest.mark.usefixtures("attention_in_fp64")
+pytestmark = pytest.mark.usefixtures("exact_products")
 
 RECORDED = {"hint_layers": "all", "hint_sites": ("fc1", "fc2", "k", "v"), "diagnostic_share": 0.5}
 # Two whole pages and a part, whole pages alone, less than a page.
@@ -32,7 +32,7 @@ def _engine(weights, *, max_requests: int = 64, **limits: Any):
 
 
 @pytest.fixture(scope="module")
-def expected(weights, attention_in_fp64):
+def expected(weights, exact_products):
     """Three samples of each prompt, without anything that this module is about."""
     prompts = [prompt for prompt in SHARED for _ in range(3)]
     return roll_out(_engine(weights), prompts, max_new_tokens=14)
