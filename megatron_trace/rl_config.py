@@ -100,7 +100,7 @@ class HealthConfig:
         alarms: `NAME=THRESHOLD:ACTION` each, such as `gap_mean=0.1:stop`; docs/metrics.md lists the
             names. Actions are `warn`, `drop` (a sample beyond the threshold adds nothing to the
             step), `bf16` (rollout and training go on in BF16) and `stop` (with a checkpoint). What
-            is given replaces the default ones.
+            is given replaces the default ones; `none` sets no alarm.
         max_skipped_steps: Steps with NaN or Inf, in loss or gradient, that a run survives: their
             update is skipped; one more stops the run with a checkpoint.
     """

@@ -23,6 +23,8 @@ Action = Literal["warn", "drop", "bf16", "stop"]
 Record = Mapping[str, Any]
 # Name of the alarm of steps with NaN or Inf, which has a setting of its own.
 NON_FINITE = "non_finite"
+# What stands for no alarm, as a flag cannot be given without a value.
+NO_ALARMS = ("none",)
 _logger = logging.getLogger(__name__)
 
 
@@ -136,12 +138,17 @@ def parse_alarms(config: HealthConfig) -> tuple[Alarm, ...]:
         ValueError: One is not of the form NAME=THRESHOLD:ACTION, or is set twice; a name, threshold
             or action is unknown; or an action cannot follow from what is watched.
     """
-    alarms = [_parse(text) for text in config.alarms]
+    alarms = [_parse(text) for text in alarm_texts(config)]
     names = [(alarm.name, alarm.action) for alarm in alarms]
     for name, action in names:
         if names.count((name, action)) > 1:
             raise ValueError(f"alarms has {name} with action {action} twice; leave one out")
     return tuple(alarms)
+
+
+def alarm_texts(config: HealthConfig) -> tuple[str, ...]:
+    """Gives the alarms that are set, as they were written."""
+    return () if config.alarms == NO_ALARMS else config.alarms
 
 
 def _parse(text: str) -> Alarm:
@@ -181,7 +188,7 @@ def require_measurable(config: HealthConfig, trace: TraceConfig) -> None:
         "hints": trace.method != "trace",
         "quantisers": not trace.trained_sites,
     }
-    for text, alarm in zip(config.alarms, parse_alarms(config), strict=True):
+    for text, alarm in zip(alarm_texts(config), parse_alarms(config), strict=True):
         needs = MEASURES[alarm.name].needs
         if text in HealthConfig.alarms:
             continue

@@ -153,6 +153,12 @@ def test_every_measure_is_explained():
     assert [name for name in MEASURES if f"`{name}`" not in text] == []
 
 
+def test_none_sets_no_alarm():
+    config = HealthConfig(alarms=("none",))
+    require_measurable(config, TraceConfig())
+    assert parse_alarms(config) == ()
+
+
 def test_samples_beyond_a_threshold_are_dropped():
     # |delta|: mean .1 and max .2; mean .3 and max .3 (its padding is never read); no tokens.
     delta = torch.tensor([[0.0, -0.2], [0.3, math.nan], [math.nan, math.nan]])
