@@ -51,6 +51,24 @@ def test_output_and_state_are_those_of_the_definition(num_tokens):
         torch.testing.assert_close(ours.double(), expected, atol=4e-6, rtol=0)
 
 
+@pytest.mark.parametrize(
+    "harder",
+    [
+        lambda query, key, *rest: (query, key[:, :1].expand_as(key), *rest),
+        lambda query, key, value, decay, beta: (query, key, value, 0 * decay, 0 * beta + 1),
+        lambda query, key, value, decay, beta: (query, key, value, 20 * decay, beta),
+        lambda query, key, value, decay, beta: (query, key, value, decay, 0 * beta),
+    ],
+    ids=["one key", "all is written and kept", "most is forgotten", "nothing is written"],
+)
+def test_hard_inputs_give_what_the_definition_gives(harder):
+    inputs, state = harder(*_inputs(150)), _state()
+    got = mix(*inputs, state, keep_state=True)
+    for ours, expected in zip(got, _by_definition(*inputs, state), strict=True):
+        # Measured: 1.4e-6.
+        torch.testing.assert_close(ours.double(), expected, atol=5e-6, rtol=0)
+
+
 def test_gradients_are_those_of_the_definition():
     inputs = [*_inputs(70), _state()]
     grads = []
