@@ -109,8 +109,11 @@ def _to(values, device: str):
 def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    # The interpreter truncates FP32 to BF16; a GPU does not.
     name, device, dtype = sys.argv[1:]
+    if device == "cpu" and dtype == "bfloat16":
+        import emulated_ptx
+
+        emulated_ptx.install()
     sys.stdout.write(f"{compare(NUMBER_FORMATS[name], getattr(torch, dtype), device)} inputs")
 
 

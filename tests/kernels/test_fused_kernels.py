@@ -47,9 +47,11 @@ def test_silu_is_that_of_torch_for_every_gate(run_program) -> None:
     assert run_program("every_bf16.py", "silu", "cuda", interpret=False) == "65536 numbers"
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("fmt", NUMBER_FORMATS)
-def test_interpreted_fused_kernels_equal_their_reference(run_program, fmt: str) -> None:
-    printed = run_program("interpreted_fused.py", fmt, "cpu", "float32", interpret=True)
+def test_interpreted_fused_kernels_equal_their_reference(run_program, fmt: str, dtype: str) -> None:
+    """BF16 goes in pairs, whose instructions `emulated_ptx` knows."""
+    printed = run_program("interpreted_fused.py", fmt, "cpu", dtype, interpret=True)
     assert printed == ("6 inputs" if NUMBER_FORMATS[fmt].has_global_scale else "3 inputs")
 
 

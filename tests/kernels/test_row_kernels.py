@@ -10,9 +10,13 @@ from megatron_trace.testing.hard_inputs import hard_inputs
 WHOLE_BLOCKS = len(hard_inputs()) - 3
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("fmt", NUMBER_FORMATS)
-def test_interpreted_row_kernels_equal_torch_on_the_hard_inputs(run_program, fmt: str) -> None:
-    printed = run_program("interpreted_rows.py", fmt, "cpu", "float32", interpret=True)
+def test_interpreted_row_kernels_equal_torch_on_the_hard_inputs(
+    run_program, fmt: str, dtype: str
+) -> None:
+    """BF16 goes in pairs, whose instructions `emulated_ptx` knows."""
+    printed = run_program("interpreted_rows.py", fmt, "cpu", dtype, interpret=True)
     assert printed == f"{WHOLE_BLOCKS} inputs"
 
 
