@@ -24,7 +24,11 @@ PROMPTS = [
     for length in (40, 32, 35, 7, 48)
 ]
 # Of two prompts the first page is the same, and of two others the first two.
+SAMPLES = 2
 SHARED = [*PROMPTS, PROMPTS[0][:16] + PROMPTS[2][16:], PROMPTS[4][:34] + PROMPTS[1][:5]]
+
+# Prompt tokens of one sample of each that a cache which has all of them gives.
+FOUND = 32 + 16 + 32 + 0 + 32 + 32 + 32
 
 
 def _engine(weights, *, max_requests: int = 64, **limits: Any):
@@ -33,17 +37,17 @@ def _engine(weights, *, max_requests: int = 64, **limits: Any):
 
 @pytest.fixture(scope="module")
 def expected(weights, exact_products):
-    """Three samples of each prompt, without anything that this module is about."""
-    prompts = [prompt for prompt in SHARED for _ in range(3)]
+    """Two samples of each prompt, without anything that this module is about."""
+    prompts = [prompt for prompt in SHARED for _ in range(SAMPLES)]
     return roll_out(_engine(weights), prompts, max_new_tokens=14)
 
 
 def _ids():
-    return [f"s{n}" for n in range(3 * len(SHARED))]
+    return [f"s{n}" for n in range(SAMPLES * len(SHARED))]
 
 
 def _again(engine):
-    return roll_out(engine, SHARED, max_new_tokens=14, samples_per_prompt=3)
+    return roll_out(engine, SHARED, max_new_tokens=14, samples_per_prompt=SAMPLES)
 
 
 def test_all_places_are_compared(expected):
@@ -55,25 +59,23 @@ def test_all_places_are_compared(expected):
 def test_a_prefix_that_is_found_has_the_records_of_one_that_is_computed(weights, expected):
     engine = _engine(weights, prefix_caching=True)
     assert_same_rollout(_again(engine), expected)
-    # Two more samples of 40, 32, 35, 7 and 48 tokens find 32, 16, 32, 0 and 32: of a prompt that is
-    # whole pages the last is computed. The two others find 16 and 32, two more samples of them 32.
-    found = 2 * (32 + 16 + 32 + 0 + 32) + (16 + 2 * 32) + (32 + 2 * 32)
-    assert engine.report.prefix_tokens == found
+    # The second samples of 40, 32, 35, 7 and 48 tokens find 32, 16, 32, 0 and 32: of a prompt of
+    # whole pages the last is computed. The two others find 16 and 32, their second samples 32.
+    assert engine.report.prefix_tokens == (32 + 16 + 32 + 0 + 32) + (16 + 32) + (32 + 32)
 
 
 def test_a_prefix_is_found_by_the_next_rollout(weights, expected):
     engine = _engine(weights, prefix_caching=True)
     _again(engine)
     assert_same_rollout(_again(engine), expected)
-    assert engine.report.prefix_tokens == 3 * (32 + 16 + 32 + 0 + 32 + 32 + 32)
+    assert engine.report.prefix_tokens == SAMPLES * FOUND
 
 
 def test_a_prefix_that_was_dropped_for_others_and_computed_again_has_its_records(weights, expected):
-    engine = _engine(weights, prefix_caching=True, max_requests=2, cache_tokens=8 * 16)
+    engine = _engine(weights, prefix_caching=True, max_requests=4, cache_tokens=12 * 16)
     for _ in range(2):
         assert_same_rollout(_again(engine), expected)
-    everything = 3 * (32 + 16 + 32 + 0 + 32 + 32 + 32)
-    assert 0 < engine.report.prefix_tokens < everything
+    assert 0 < engine.report.prefix_tokens < SAMPLES * FOUND
 
 
 def test_prefixes_are_forgotten_when_weights_are_pushed(weights, other_weights, expected):
@@ -84,22 +86,22 @@ def test_prefixes_are_forgotten_when_weights_are_pushed(weights, other_weights, 
     assert [s.tokens for s in others[0]] != [s.tokens for s in expected[0]]
     engine.push_weights(weights, 0)
     assert_same_rollout(_again(engine), expected)
-    assert engine.report.prefix_tokens < 3 * (32 + 16 + 32 + 0 + 32 + 32 + 32)
+    assert engine.report.prefix_tokens < SAMPLES * FOUND
 
 
 def test_prefixes_that_were_not_recorded_are_computed_again_for_records(weights, expected):
     engine = _engine(weights, prefix_caching=True)
-    sampling = SamplingSettings(max_new_tokens=14, samples_per_prompt=3)
+    sampling = SamplingSettings(max_new_tokens=14, samples_per_prompt=SAMPLES)
     engine.generate(SHARED, _ids(), store=None, sampling=sampling, seed=0)
     assert_same_rollout(_again(engine), expected)
 
 
 def test_requests_that_are_evicted_come_back_with_their_records(weights, expected):
-    engine = _engine(weights, cache_tokens=20 * 16)
+    engine = _engine(weights, cache_tokens=22 * 16)
     assert_same_rollout(_again(engine), expected)
     report = engine.report
     assert report.num_evictions > 0
-    assert report.restored_tokens > 16 * report.num_evictions
+    assert report.restored_tokens >= 16 * report.num_evictions
     assert report.prefix_tokens == 0
 
 
@@ -111,7 +113,7 @@ def test_prompts_that_are_computed_in_chunks_have_the_same_records(weights, expe
 
 def test_everything_at_once(weights, expected):
     engine = _engine(
-        weights, prefix_caching=True, max_step_tokens=64, cache_tokens=17 * 16, max_requests=20
+        weights, prefix_caching=True, max_step_tokens=64, cache_tokens=12 * 16, max_requests=14
     )
     for _ in range(2):
         assert_same_rollout(_again(engine), expected)
