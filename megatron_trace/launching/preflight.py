@@ -235,10 +235,12 @@ def _time(job: Job, flags: RunFlags) -> Iterator[str]:
     if job.time_limit_s <= job.signal_s + job.step_s:
         yield (
             f"a time limit of {job.time_limit_s:.0f} s leaves less than a step ({job.step_s:.0f} "
-            f"s) before the signal to save, {job.signal_s:.0f} s ahead of it: no attempt would get on"
+            f"s) before the signal to save, {job.signal_s:.0f} s ahead of it: no attempt would get "
+            "on"
         )
     if job.step_s > job.signal_s:
         yield (
             f"a step takes {job.step_s:.0f} s, but the signal to save comes only "
-            f"{job.signal_s:.0f} s before the time limit: the step that is under way would be lost; raise SIGNAL_S"
+            f"{job.signal_s:.0f} s before the time limit: the step that is under way would be "
+            "lost; raise SIGNAL_S"
         )

@@ -1,0 +1,131 @@
+"""Answers prompts greedily from a checkpoint, with the FP4 engine of rollouts, and scores them.
+
+    torchrun examples/evaluate.py MEGATRON'S MODEL FLAGS --load CHECKPOINT \\
+        --rollout-tasks held_out.jsonl --evaluate-output FOLDER [--evaluate-settings RUN]
+    ... --evaluate-num-shares 8 --evaluate-share 3       one process of eight, each a share
+
+Who writes the last share's file also writes `evaluation.json`, over all of them.
+"""
+
+# ruff: noqa: E402  The stand-in for the CUDA runtime must be installed before Megatron is imported.
+from __future__ import annotations
+
+from megatron_trace.testing import cpu_pretrain, cpu_runtime
+
+cpu_runtime.install()
+cpu_pretrain.install()
+
+import json
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+from typing import Any
+
+from megatron.training import training
+from megatron.training.arguments import parse_and_validate_args
+from record_rollouts import (
+    DEFAULTS,
+    add_sampling_arguments,
+    build_engine,
+    checkpoint_weights,
+    latest_checkpoint,
+    load_prompts,
+)
+
+from megatron_trace import compat
+from megatron_trace.arguments import trace_config_from_args
+from megatron_trace.hints.durable import create_file, write_file
+from megatron_trace.hints.settings_file import load_settings
+from megatron_trace.rl.rewards import score_samples
+from megatron_trace.rl.run import calibration_batches
+from megatron_trace.rollout import SamplingSettings
+
+
+def add_arguments(parser: ArgumentParser) -> ArgumentParser:
+    """Adds our flags to Megatron's parser."""
+    compat.let_help_be_printed(parser)
+    group = add_sampling_arguments(parser)
+    group.add_argument("--evaluate-output", type=Path, required=True, help="folder to write to")
+    group.add_argument(
+        "--evaluate-settings", type=Path, help="folder with settings.json; without, it calibrates"
+    )
+    group.add_argument("--evaluate-share", type=int, default=0, help="of the prompts, default 0")
+    group.add_argument("--evaluate-num-shares", type=int, default=1, help="default 1")
+    return parser
+
+
+def main() -> None:
+    """Evaluates as the flags say."""
+    args = parse_and_validate_args(add_arguments, args_defaults=DEFAULTS)
+    share, num_shares = args.evaluate_share, args.evaluate_num_shares
+    if args.load is None or not 0 <= share < num_shares:
+        raise SystemExit("give --load CHECKPOINT, and --evaluate-share below --evaluate-num-shares")
+    training.initialize_megatron()
+    args.evaluate_output.mkdir(parents=True, exist_ok=True)
+    result = evaluated(args)
+    write_file(
+        args.evaluate_output / f"share-{share}of{num_shares}.json", json.dumps(result).encode()
+    )
+    print(f"share {share} of {num_shares}: {result}", flush=True)
+    paths = [args.evaluate_output / f"share-{n}of{num_shares}.json" for n in range(num_shares)]
+    if all(path.is_file() for path in paths):
+        shares = [json.loads(path.read_text()) for path in paths]
+        summary = combined(shares)
+        create_file(args.evaluate_output / "evaluation.json", json.dumps(summary).encode())
+        print(f"{args.evaluate_output}: {summary}", flush=True)
+
+
+def evaluated(args: Namespace) -> dict[str, Any]:
+    """Gives the result of this process's share of the prompts."""
+    trace = trace_config_from_args(args)
+    items, tokenizer = load_prompts(args)
+    own = items[args.evaluate_share :: args.evaluate_num_shares]
+    folder, iteration = latest_checkpoint(args.load)
+    weights = checkpoint_weights(args, folder)
+    engine = build_engine(args, trace)
+    engine.load_weights(weights)
+    if trace.method != "bf16":
+        if args.evaluate_settings is not None:
+            engine.use_settings(load_settings(args.evaluate_settings))
+        else:
+            number = args.rollout_calibration_samples
+            engine.calibrate(calibration_batches(items, tokenizer, num_samples=number))
+    engine.push_weights(weights, iteration)
+    samples = engine.generate(
+        [tokenizer.encode(item.prompt) for item in own],
+        [f"evaluation-{n}" for n in range(len(own))],
+        store=None,
+        sampling=SamplingSettings(max_new_tokens=args.rollout_max_response_tokens, greedy=True),
+        seed=args.seed,
+    )
+    scores = score_samples(samples, own, tokenizer)
+    return {
+        "checkpoint": folder,
+        "iteration": iteration,
+        "method": trace.method,
+        "prompts": len(own),
+        "right": sum(score >= 1.0 for score in scores),
+        "score_sum": sum(scores),
+    }
+
+
+def combined(shares: list[dict[str, Any]]) -> dict[str, Any]:
+    """Gives the result over all shares.
+
+    Raises:
+        ValueError: They are of different checkpoints or methods.
+    """
+    kinds = {(share["checkpoint"], share["method"]) for share in shares}
+    if len(kinds) > 1:
+        raise ValueError(f"shares of different evaluations: {sorted(kinds)}; use another folder")
+    sums = {name: sum(share[name] for share in shares) for name in ("prompts", "right")}
+    mean = sum(share["score_sum"] for share in shares) / sums["prompts"]
+    return {
+        **{name: shares[0][name] for name in ("checkpoint", "iteration", "method")},
+        **sums,
+        "accuracy": sums["right"] / sums["prompts"],
+        "mean_score": mean,
+    }
+
+
+if __name__ == "__main__":
+    main()
