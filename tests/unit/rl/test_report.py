@@ -70,6 +70,17 @@ def test_gap_is_the_mean_over_tokens_and_p99_over_steps():
     assert summary.kl == pytest.approx(summary.gap_mean / 2)
 
 
+def test_a_step_of_which_every_sample_was_left_out_has_no_gap(tmp_path):
+    nothing = record(1, 0.9, 0.0, 0)
+    nothing["gap"] = dict.fromkeys(nothing["gap"]) | {"num_tokens": 0}
+    records = [record(0, 0.2, 0.01, 100), nothing]
+    summary = summarise("qat", 0, records, (0.1, 0.2))
+    alone = summarise("qat", 0, records[:1], (0.1, 0.2))
+    for name in ("gap_mean", "gap_p99", "gap_max", "kl"):
+        assert getattr(summary, name) == getattr(alone, name)
+    save_figure(tmp_path / "report.png", [summary], {"qat": records})
+
+
 def test_rewards_are_those_of_the_first_and_last_fifth():
     records = [record(step, step / 10, 0.01, 1) for step in range(10)]
     summary = summarise("bf16", 0, records, (0.0, 0.0))
