@@ -45,7 +45,13 @@ from megatron_trace.rollout import RolloutEngine, SamplingSettings
 from megatron_trace.training.megatron_model import trace_model_config_from_args
 
 # Flags of Megatron's training that mean nothing here, but must be there.
-DEFAULTS = {"tokenizer_type": "NullTokenizer", "save_interval": 1, "train_iters": 1, "lr": 0.0}
+DEFAULTS = {
+    "tokenizer_type": "NullTokenizer",
+    "save_interval": 1,
+    "train_iters": 1,
+    "lr": 0.0,
+    "micro_batch_size": 1,
+}
 
 
 def add_arguments(parser: ArgumentParser) -> ArgumentParser:
@@ -225,9 +231,25 @@ def first_weights(
 
 
 def latest_checkpoint(load: str) -> tuple[str, int]:
-    """Gives the folder of the latest checkpoint below `load`, and its iteration."""
-    iteration, release = read_metadata(tracker_file(load))
-    return get_checkpoint_name(load, iteration, release, return_base_dir=True), int(iteration)
+    """Gives the folder of the latest checkpoint below `load`, and its iteration.
+
+    Raises:
+        FileNotFoundError: There is none.
+    """
+    tracker = tracker_file(load)
+    if not Path(tracker).is_file():
+        raise FileNotFoundError(
+            f"--load {load} has no checkpoint: there is no {tracker}; give the folder that --save "
+            "wrote, or make one by record_rollouts.py --rollout-warm-start N --save FOLDER"
+        )
+    iteration, release = read_metadata(tracker)
+    folder = get_checkpoint_name(load, iteration, release, return_base_dir=True)
+    if not Path(folder).is_dir():
+        raise FileNotFoundError(
+            f"{tracker} names the checkpoint {folder}, which is not there; restore it, or write "
+            "the iteration of another one into that file"
+        )
+    return folder, int(iteration)
 
 
 def checkpoint_weights(args: Namespace, folder: str | Path) -> dict[str, torch.Tensor]:
