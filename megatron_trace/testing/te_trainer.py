@@ -89,9 +89,14 @@ def local_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def train_steps(
-    model: HybridModel, sites: TraceSites, rollout: RecordedRollout, *, num_steps: int = 2
+    model: HybridModel,
+    sites: TraceSites,
+    rollout: RecordedRollout,
+    *,
+    num_steps: int = 2,
+    packed: bool = False,
 ) -> Training:
-    """Does optimizer steps, each on all samples in micro-batches of two."""
+    """Does optimizer steps, each on all samples in micro-batches of two, packed or side by side."""
     ddp, optimizer = build_optimizer(model, OptimizerSettings(learning_rate=LEARNING_RATE))
     training = Training()
     if sites.quantises:
@@ -101,7 +106,7 @@ def train_steps(
         ddp.zero_grad_buffer()
         optimizer.zero_grad()
         for part in _parts(rollout.samples):
-            micro_batch = make_micro_batch(part, rollout.store, sites)
+            micro_batch = make_micro_batch(part, rollout.store, sites, packed=packed)
             with sites.micro_batch(micro_batch):
                 logprobs = token_logprobs(ddp, sites, micro_batch)[micro_batch.loss_mask]
                 (-logprobs.sum() / 10).backward()

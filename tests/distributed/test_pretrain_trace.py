@@ -165,6 +165,16 @@ def test_reading_ahead_changes_nothing_that_megatron_logs(folder):
     assert losses[0] == losses[1] != []
 
 
+def test_a_missing_checkpoint_to_roll_out_from_is_named(folder):
+    flags = (
+        f"{MODEL} --rollout-tasks tasks.jsonl --rollout-prompts 10 --rollout-output other "
+        "--load nowhere"
+    )
+    output = run("record_rollouts.py", flags, folder, fails=True)
+    assert "--load nowhere has no checkpoint: there is no nowhere/latest_checkpointed_" in output
+    assert not (folder / "other").exists()
+
+
 def test_random_weights_instead_of_the_rollouts_stop_after_the_first_step(folder):
     """Megatron trains on from random weights where --load has no checkpoint."""
     flags = training("nowhere", "", "1", fresh=True)

@@ -116,6 +116,22 @@ def test_a_model_with_a_gated_delta_net_gives_the_bits_of_local_experts(kind):
 
 @bits_of_the_stand_in
 @pytest.mark.parametrize("kind", KINDS)
+def test_packed_samples_give_the_bits_of_local_experts(rolled, weights, kind):
+    local, ours = (
+        train_steps(*trainer_with(experts, rolled, weights), rolled, num_steps=1, packed=True)
+        for experts in ("local", kind)
+    )
+    for got, expected in zip(ours.logprobs, local.logprobs, strict=True):
+        assert_same_bytes(got, expected, "log-probs")
+    for name, expected in local.gradients[0].items():
+        assert_same_bytes(ours.gradients[0][name], expected, name)
+    guided = [{s: c.guided for s, c in of.reports[0].sites.items()} for of in (ours, local)]
+    assert guided[0] == guided[1]
+    assert min(guided[0].values()) > 0
+
+
+@bits_of_the_stand_in
+@pytest.mark.parametrize("kind", KINDS)
 def test_counters_and_coverage_are_those_of_local_experts(rolled, weights, local, kind):
     ours = train_steps(*trainer_with(kind, rolled, weights), rolled)
     for got, expected in zip(ours.reports, local.reports, strict=True):
