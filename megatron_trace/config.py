@@ -60,9 +60,10 @@ class TraceConfig:
             factor of 2 has eight.
         guard_min_parity_agreement: Share of a row's mantissa bits that must agree with rounding
             to nearest under the rollout's scale.
-        guard_max_rejected_rows: Share of a site's rows with hints that the guard may reject in a
-            training step, on one rank, before training stops: a model that is not the rollout's
-            has nearly all rejected, its own nearly none. 1 trains on and counts them.
+        guard_max_rejected_rows: Share of a site's rows with hints that the guard may reject, on one
+            rank, before training stops: in the first step of an RL run, whose later ones have
+            alarms, and in every step of Megatron's loop. A model that is not the rollout's has
+            nearly all rejected, its own nearly none. 1 trains on and counts them.
         diagnostic_share: Share of the samples that also carry full codes, for metrics only.
         check_finite: Whether NaN or Inf at a quantised site raises an error that names it.
         power_of_two_scales: Whether the global scales of activations and weights are rounded up to

@@ -54,6 +54,8 @@ class RunSettings:
         trainer_dtype: dtype of the trainer; the rollout computes in BF16.
         trainer_attention: Attention arithmetic of the trainer, see `build_trainer_model`. The
             engine reads its paged cache through torch's attention.
+        pack_samples: Whether the samples of a micro-batch stand one after another in one sequence,
+            instead of side by side padded to the longest; needs `trainer_attention=sdpa`.
         prompts_per_step: Prompt groups of a step.
         samples_per_prompt: Samples of a group.
         updates_per_rollout: Optimizer steps on the samples of one rollout, each on its own share
@@ -73,6 +75,7 @@ class RunSettings:
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
     trainer_dtype: Literal["bf16", "fp32"] = "bf16"
     trainer_attention: TrainerAttention = "megatron"
+    pack_samples: bool = False
     prompts_per_step: int = 16
     samples_per_prompt: int = 8
     updates_per_rollout: int = 1
@@ -101,6 +104,11 @@ class RunSettings:
             )
         if self.trainer_dtype not in TRAINER_DTYPES:
             raise ValueError(f"trainer_dtype must be bf16 or fp32; got {self.trainer_dtype!r}")
+        if self.pack_samples and self.trainer_attention == "megatron":
+            raise ValueError(
+                "pack_samples contradicts trainer_attention=megatron: Megatron's "
+                "DotProductAttention refuses packed sequences; choose sdpa"
+            )
         loss_settings(self.trace.method, self.loss)
         parse_alarms(self.health)
 

@@ -62,8 +62,8 @@ def rl_step(run: RlRun) -> dict[str, Any]:
 
     Raises:
         RuntimeError: A protocol between the sides is broken: a quantiser did not run, weights
-            differ after the push, or an optimizer step failed. The run must be resumed from a
-            checkpoint.
+            differ after the push, or an optimizer step failed; or hardly a row was guided in the
+            first step. The run must be resumed from a checkpoint.
     """
     seconds: dict[str, float] = {}
     recorded_before_s = run.engine.seconds["record"]
@@ -79,7 +79,9 @@ def rl_step(run: RlRun) -> dict[str, Any]:
         update = train(run, chosen.samples, chosen.advantages)
         if chosen.samples and not update.num_skipped:
             run.sites.assert_ran()
-            run.sites.assert_guided(f"step {run.progress.step}")
+            if run.progress.step == 0:
+                # Later on the alarms tell (`guard_rejections`, `coverage`).
+                run.sites.assert_guided("step 0")
 
     trained_version = run.progress.policy_version
     with _timed(seconds, "push"):

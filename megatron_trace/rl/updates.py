@@ -79,7 +79,13 @@ def training_batches(
     advantages = advantages.to(run.sites.device)
     return [
         TrainingBatch(
-            make_micro_batch(samples[rows], run.store, run.sites, padding_token=PADDING_TOKEN),
+            make_micro_batch(
+                samples[rows],
+                run.store,
+                run.sites,
+                padding_token=PADDING_TOKEN,
+                packed=run.settings.pack_samples,
+            ),
             advantages[rows],
         )
         for rows in _slices(0, len(samples), run.settings.micro_batch_samples)
@@ -102,6 +108,7 @@ def streamed_batches(
         run.sites,
         max_host_bytes=run.max_hint_bytes,
         padding_token=PADDING_TOKEN,
+        packed=run.settings.pack_samples,
     ) as prefetcher:
         yield (
             TrainingBatch(micro_batch, advantages[rows])

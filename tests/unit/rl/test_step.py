@@ -74,6 +74,32 @@ def test_a_trainer_that_is_not_the_rollouts_model_is_refused_after_the_step(star
     assert run.progress.policy_version == 0
 
 
+@pytest.mark.parametrize("in_files", [False, True])
+def test_packed_samples_train_as_samples_side_by_side(started, tmp_path, in_files):
+    steps = []
+    for packed in (False, True):
+        folder = {"hint_folder": tmp_path / str(packed)} if in_files else {}
+        run = started(
+            "trace",
+            trainer_attention="sdpa",
+            trainer_dtype="fp32",
+            pack_samples=packed,
+            **folder,
+        )
+        steps.append(rl_step(run))
+    for name in ("loss", "grad_norm", "reward"):
+        assert steps[1][name] == pytest.approx(steps[0][name], rel=1e-4), name
+    for site, counts in steps[0]["quantisers"]["sites"].items():
+        assert steps[1]["quantisers"]["sites"][site]["guided"] == counts["guided"]
+        assert steps[1]["quantisers"]["sites"][site]["padding"] == 0
+    assert steps[0]["quantisers"]["sites"]["k"]["padding"] > 0
+
+
+def test_packs_contradict_the_trainers_megatron_attention(started):
+    with pytest.raises(ValueError, match="pack_samples contradicts trainer_attention=megatron"):
+        started("trace", pack_samples=True)
+
+
 @pytest.mark.parametrize("objective", ["dapo", "gspo", "tbpo", "score_centering"])
 def test_a_guided_run_trains_under_every_objective(started, objective):
     run = started("trace", loss=LossConfig(objective=objective))
