@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import multiprocessing
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -31,30 +32,56 @@ def main() -> None:
     parser.add_argument("--values", type=int, default=4_000_000, help="random values a format")
     parser.add_argument("--megabytes", type=int, default=512, help="size of an input; 0: none")
     parser.add_argument("--formats", nargs="+", choices=NUMBER_FORMATS, default=[*NUMBER_FORMATS])
+    parser.add_argument(
+        "--workers", type=int, default=8, help="processes that compare; most of it is compiling"
+    )
     arguments = parser.parse_args()
     torch.manual_seed(0)
     print(torch.cuda.get_device_name())
-    formats = [NUMBER_FORMATS[name] for name in arguments.formats]
     if arguments.values:
-        for fmt in formats:
-            count = compare(fmt, arguments.values)
-            print(f"{fmt.name}: {count} random values, equal bytes", flush=True)
+        cases = itertools.product(
+            arguments.formats,
+            ("_normal", "_lognormal_blocks"),
+            (torch.bfloat16, torch.float32),
+            (False, True),
+            [-(-arguments.values // 8)],
+        )
+        with multiprocessing.get_context("spawn").Pool(arguments.workers) as pool:
+            counts = dict.fromkeys(arguments.formats, 0)
+            for name, count in pool.starmap(compare, cases, chunksize=1):
+                counts[name] += count
+        for name, count in counts.items():
+            print(f"{name}: {count} random values, equal bytes", flush=True)
     if arguments.megabytes:
-        measure(formats, arguments.megabytes)
+        measure([NUMBER_FORMATS[name] for name in arguments.formats], arguments.megabytes)
 
 
-def compare(fmt: NumberFormat, num_values: int) -> int:
-    """Compares fused kernels and those of rows with torch; gives how many values."""
-    cases = list(itertools.product((_normal, _lognormal_blocks), (torch.bfloat16, torch.float32)))
-    compared = 0
-    while compared < num_values:
-        for make, dtype in cases:
-            x = make().to(dtype)
-            for scale in _scales(fmt):
-                _compare_fused(fmt, x, scale, f"{fmt.name} {make.__name__} {dtype}")
-                _compare_rows(fmt, x, scale, f"{fmt.name} {make.__name__} {dtype}")
-                compared += x.numel()
-    return compared
+def compare(
+    name: str, distribution: str, dtype: torch.dtype, scales_of_rows: bool, num_values: int
+) -> tuple[str, int]:
+    """Compares fused kernels and those of rows with torch.
+
+    Args:
+        name: The format.
+        distribution: Name of the function that makes values.
+        dtype: Their dtype.
+        scales_of_rows: Whether global scales are those of rows; nothing is compared if the format
+            has none.
+        num_values: At least so many.
+
+    Returns:
+        The name, and how many values were compared.
+    """
+    torch.manual_seed(0)
+    fmt, compared = NUMBER_FORMATS[name], 0
+    what = f"{name} {distribution} {dtype} {scales_of_rows}"
+    while compared < num_values and (fmt.has_global_scale or not scales_of_rows):
+        x = globals()[distribution]().to(dtype)
+        scale = _scales(fmt)[scales_of_rows]
+        _compare_fused(fmt, x, scale, what)
+        _compare_rows(fmt, x, scale, what)
+        compared += x.numel()
+    return name, compared
 
 
 def _normal() -> torch.Tensor:
