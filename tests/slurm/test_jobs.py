@@ -9,7 +9,11 @@ import pytest
 import torch
 from megatron.core import dist_checkpointing
 
+from megatron_trace.conversion.convert import hf_to_megatron
+from megatron_trace.hints.settings_file import save_settings
+from megatron_trace.hints.types import QuantizerSettings, Site
 from megatron_trace.rl.exchange import Exchange
+from megatron_trace.testing.published_model import published_model
 from megatron_trace.testing.single_process import single_process
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(1800)]
@@ -130,3 +134,23 @@ def test_an_evaluation_scores_every_prompt(site, whole):
     assert found["prompts"] == 10
     assert found["iteration"] == 2
     assert found["accuracy"] == found["right"] / 10
+
+
+def test_an_export_writes_what_the_engine_serves(site):
+    path, run = site.run_file("exported", more=f"PUBLISHED={site.folder / 'published'}")
+    published_model("qwen3_5_moe", site.folder / "published")
+    run.mkdir()
+    with single_process(seed=0):
+        hf_to_megatron(site.folder / "published", run / "checkpoints")
+    scales = {(layer, part): 0.001 for layer in range(4) for part in (Site.FC1, Site.FC2)}
+    kv = {(3, Site.K): 0.01, (3, Site.V): 0.02}
+    save_settings(QuantizerSettings(scales | kv, model_id="tiny"), run)
+    completes(site, site.started("export", path), run)
+    (export,) = (run / "exports").iterdir()
+    config = json.loads((export / "nvfp4" / "config.json").read_text())
+    assert config["quantization_config"]["quant_algo"] == "NVFP4"
+    same = [
+        (folder / "model.safetensors").read_bytes()
+        for folder in (site.folder / "published", export / "bf16")
+    ]
+    assert same[0] == same[1]
