@@ -52,6 +52,7 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
     group.add_argument("--rollout-run", type=Path, required=True, help="folder of the run")
     group.add_argument("--rollout-worker", required=True, help="name, of one worker only")
     group.add_argument("--rollout-until-idle", action="store_true", help="end rather than wait")
+    group.add_argument("--rollout-keep", action="store_true", help="hints of all versions")
     group.add_argument("--rollout-poll-s", type=float, default=1.0, help="default 1")
     return parser
 
@@ -91,6 +92,8 @@ class Worker:
                     samples_per_prompt=run.samples_per_prompt,
                     group=f"batch-{claim.batch}",
                 )
+                if not self.args.rollout_keep:
+                    self.drop_old(claim, files)
         first_one = self.exchange.commit(claim, self.folder, rewards)
         mean = sum(reward.reward for reward in rewards) / len(rewards)
         print(
@@ -99,6 +102,12 @@ class Worker:
             f"{'' if first_one else '; another worker was first'}",
             flush=True,
         )
+
+    def drop_old(self, claim: Claim, files: HintFilesWriter) -> None:
+        """Removes this worker's hints that no step needs any more."""
+        before = self.exchange.oldest_needed_version(claim)
+        files.expire(before=before)
+        self.exchange.drop_earlier_lives(self.args.rollout_worker, self.folder, before=before)
 
     def engine_of(self, version: int) -> RolloutEngine:
         """Gives the engine with the weights of a version.

@@ -21,6 +21,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -29,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_trace.hints.durable import create_file, make_folder
+from megatron_trace.hints.folder import version_folders
 from megatron_trace.hints.settings_file import SETTINGS_FILE, settings_record
 from megatron_trace.hints.types import QuantizerSettings
 from megatron_trace.rl.rollout_folder import Reward
@@ -235,6 +237,23 @@ class Exchange:
                 path.mkdir()
                 return path
         raise RuntimeError(f"worker {worker} began a million times; look why it ends")
+
+    def oldest_needed_version(self, claim: Claim) -> int:
+        """Gives the oldest version that the trainer may still ask for, also when it begins anew."""
+        return claim.policy_version - self.settings.max_lag
+
+    def drop_earlier_lives(self, worker: str, current: Path, *, before: int) -> None:
+        """Removes what earlier lives of a worker left of versions older than `before`.
+
+        Args:
+            worker: Name of the worker, of which only this one lives.
+            current: Folder of its present life, which is left alone.
+            before: The oldest version that is needed.
+        """
+        for folder in (self.folder / _ROLLOUTS).glob(f"{worker}.*"):
+            for version, path in version_folders(folder).items() if folder != current else ():
+                if version < before:
+                    shutil.rmtree(path)
 
     def share_settings(self, settings: QuantizerSettings) -> bool:
         """Makes these the quantiser settings of the run, unless it has some; gives whether."""

@@ -110,6 +110,19 @@ def test_a_worker_that_begins_anew_gets_its_own_batch_back_at_once(exchange):
     assert exchange.worker_folder("w") != exchange.worker_folder("w")
 
 
+def test_only_versions_that_no_step_needs_are_removed_of_earlier_lives(exchange):
+    first, other, current = map(exchange.worker_folder, ("w", "x", "w"))
+    for folder in (first, other, current):
+        for version in range(4):
+            (folder / f"v{version:08d}").mkdir()
+    publish(exchange, 2)
+    claim = exchange.claim("w")
+    assert exchange.oldest_needed_version(claim) == 2  # A lag of 0 is allowed.
+    exchange.drop_earlier_lives("w", current, before=2)
+    left = [sorted(int(p.name[1:]) for p in folder.iterdir()) for folder in (first, other, current)]
+    assert left == [[2, 3], [0, 1, 2, 3], [0, 1, 2, 3]]
+
+
 def test_of_two_results_for_a_batch_the_first_counts(exchange):
     claim = exchange.claim("slow")
     os.utime(claim.path, (1, 1))
