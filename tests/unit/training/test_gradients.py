@@ -18,7 +18,7 @@ from megatron_trace.training.model import token_logprobs
 from megatron_trace.training.rounding import Rounding
 
 # Measured on a CPU 0: the same products in the same order. On a GPU Megatron's router multiplies
-# FP32 in TF32, where Transformer Engine is installed.
+# FP32 in TF32, where Transformer Engine is installed: measured 1.1e-4 for the output, others not.
 TOLERANCE = tolerance(cpu=1e-5, gpu=1e-3)
 
 
