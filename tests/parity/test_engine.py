@@ -4,9 +4,9 @@ BF16 products depend on how many rows they have, so nothing here is equal by con
 tokens nearly every sample came out bit-equal on the CPU these were measured on; from 16 tokens on,
 torch's attention adds up the probabilities of a prefill in another order than those of a decode. On
 a GPU every product with another number of rows may differ, and a tiny model of random weights has
-many near ties of experts and tokens. Measured on an H200, before sums were made deterministic: 1 and 6
-of 192 short tokens differ (bf16, trace), the long mean gap of trace is 1.7e-2, codes of layer 1 differ
-in 1.5e-2 (prefill) and 1.3e-2 (alone). The other bounds for a GPU are guesses.
+many near ties of experts and tokens. Measured on an H200, before sums were made deterministic:
+1 and 6 of 192 short tokens differ (bf16, trace), the long mean gap of trace is 1.7e-2, codes of
+layer 1 differ in 1.5e-2 (prefill) and 1.3e-2 (alone). The other bounds for a GPU are guesses.
 """
 
 from __future__ import annotations
