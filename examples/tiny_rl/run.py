@@ -68,6 +68,7 @@ from megatron_trace.rl.run import (
     evaluate,
     start,
 )
+from megatron_trace.rl.run_record import RunRecord
 from megatron_trace.rl.step import rl_step
 from megatron_trace.rl.summary import RunSummary, summarise
 from megatron_trace.rl.tasks import CharTokenizer, TaskItem, load_tasks, save_tasks, split_tasks
@@ -243,8 +244,9 @@ def do_run(
     held_out: list[TaskItem],
     options: argparse.Namespace,
     identity: dict[str, Any],
+    record: RunRecord,
 ) -> tuple[float, float]:
-    """Does the remaining steps of a run.
+    """Does the remaining steps of a run, and notes the held-out accuracies in its record.
 
     Returns:
         Held-out accuracy before the first step and after the last.
@@ -257,6 +259,7 @@ def do_run(
     before_file = folder / "held_out_before.json"
     if run.progress.step == 0:
         before_file.write_text(json.dumps(evaluate(run, held_out)))
+    record.held_out["before"] = json.loads(before_file.read_text())
     title = f"{name}, seed {run.settings.seed}"
     bar = tqdm(range(run.progress.step, options.steps), desc=title, unit="step", disable=None)
     for _ in bar:
@@ -280,7 +283,8 @@ def do_run(
                 f"\n{title}: stopped after step {metrics['step']}, as {reason}; {told}"
             )
     log.close()
-    accuracies = json.loads(before_file.read_text()), evaluate(run, held_out)
+    record.held_out["after"] = evaluate(run, held_out)
+    accuracies = record.held_out["before"], record.held_out["after"]
     print(f"{title}: {options.steps} steps, held-out accuracy {accuracies[1]:.3f}", flush=True)
     return accuracies
 
@@ -374,7 +378,9 @@ def do_all_runs(options: argparse.Namespace) -> list[RunSummary]:
                 train_items, tokenizer, num_samples=CALIBRATION_SAMPLES
             )
             start(run, weights(), calibration)
-        accuracies = do_run(run, name, folder, held_out, options, identity)
+        record = RunRecord(folder, name=name, seed=seed, settings=identity, steps=options.steps)
+        with record.running():
+            accuracies = do_run(run, name, folder, held_out, options, identity, record)
         summaries.append(summarise(name, seed, read_metrics(folder / "metrics.jsonl"), accuracies))
     return summaries
 

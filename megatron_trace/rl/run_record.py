@@ -1,0 +1,127 @@
+"""`run.json` in the folder of a run: what it is, with which versions, and how it ended.
+
+It is written when the run starts and again when it ends; one that says `running` and is old belongs
+to a run that was killed. Programs that read it must not trust a field to be there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from megatron_trace import __version__
+
+RUN_FILE = "run.json"
+_FORMAT = "megatron_trace run"
+_PACKAGES = ("torch", "triton", "megatron-core", "nvidia-modelopt", "transformer-engine", "numpy")
+
+
+class RunRecord:
+    """The `run.json` of one run.
+
+    Args:
+        folder: Folder of the run; made if it is missing.
+        name: Name of the run; runs of one name that differ in their seed are repetitions.
+        seed: Its seed.
+        settings: What decides its numbers, in plain values that JSON can hold, nested at will.
+        steps: Steps that the run is to have.
+
+    Attributes:
+        path: The file.
+        held_out: Held-out accuracy by when it was measured (`before`, `after`); to be filled in.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        name: str,
+        seed: int,
+        settings: Mapping[str, Any],
+        steps: int,
+    ) -> None:
+        self.path = Path(folder) / RUN_FILE
+        self.held_out: dict[str, float] = {}
+        self._fields = {
+            "format": _FORMAT,
+            "name": name,
+            "seed": seed,
+            "steps": steps,
+            "settings": dict(settings),
+            "versions": versions(),
+            "started": _now(),
+        }
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Writes that the run is going on, and at the end of the context how it ended."""
+        self._write(status="running")
+        try:
+            yield
+        except KeyboardInterrupt:
+            self._write(status="interrupted", ended=_now())
+            raise
+        except SystemExit as error:
+            self._write(status="stopped", reason=str(error.code).strip(), ended=_now())
+            raise
+        except BaseException as error:
+            reason = f"{type(error).__name__}: {error}"
+            self._write(status="crashed", reason=reason, ended=_now())
+            raise
+        self._write(status="finished", ended=_now())
+
+    def _write(self, **fields: str) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = self.path.with_name(f"{self.path.name}.tmp-{os.getpid()}")
+        record = self._fields | fields | {"held_out": self.held_out}
+        temporary.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        os.replace(temporary, self.path)
+
+
+def versions() -> dict[str, str]:
+    """Gives the versions that a run's numbers depend on, and the commit where there is one."""
+    found = {
+        "megatron_trace": __version__,
+        "commit": _commit(),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "device": _device(),
+    }
+    for package in _PACKAGES:
+        with contextlib.suppress(PackageNotFoundError):
+            found[package] = version(package)
+    return {name: value for name, value in found.items() if value}
+
+
+def _device() -> str:
+    import torch  # Only here: who reads a run's file needs no torch.
+
+    return torch.cuda.get_device_properties(0).name if torch.cuda.is_available() else "CPU"
+
+
+def _commit() -> str:
+    """Gives the commit of the package's repository, with + if tracked files differ from it."""
+    folder = Path(__file__).parent
+    try:
+        commit = _git(folder, "rev-parse", "--short=12", "HEAD")
+        changed = _git(folder, "status", "--porcelain", "--untracked-files=no")
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+    return commit + ("+" if changed else "")
+
+
+def _git(folder: Path, *arguments: str) -> str:
+    called = ["git", "-C", str(folder), *arguments]
+    return subprocess.run(called, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
