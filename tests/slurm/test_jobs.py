@@ -23,7 +23,7 @@ ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 def logs(run):
     """Gives everything that the jobs of a run wrote."""
     return "\n".join(
-        f"--- {path}\n{path.read_text(errors='replace')[-3000:]}"
+        f"--- {path}\n{path.read_text(errors='replace')[-20000:]}"
         for path in sorted((run / "logs").rglob("*"))
         if path.is_file()
     )
