@@ -81,10 +81,55 @@ def encode_packed_hint(
     Raises:
         ValueError: As `encode_hint`.
     """
-    code_bits, encoding = number_format.code_bits, number_format.scale_encoding
-    block_bytes = number_format.block_size * code_bits // 8
+    block_bytes = number_format.block_size * number_format.code_bits // 8
     _require_rows("packed_codes", packed_codes, scale_bytes, block_bytes, key)
     require_hint_bits(num_bits, number_format, key)
+    payload = ops.narrowed(packed_codes, num_bits, number_format=number_format)
+    form = global_scale, num_bits, scale_form, number_format
+    # The recorder's buffer is reused, and a slice of it would keep all of it alive.
+    return _hint_of(key, _owned(payload, packed_codes), scale_bytes, *form)
+
+
+def encode_narrowed_hint(
+    key: HintKey,
+    payload: torch.Tensor,
+    scale_bytes: torch.Tensor,
+    global_scale: torch.Tensor | float | None,
+    num_bits: int,
+    scale_form: ScaleForm = "raw",
+    number_format: NumberFormat = NVFP4,
+) -> SiteHint:
+    """Gives what `encode_packed_hint` gives, where the codes were narrowed already.
+
+    Args:
+        key: Where it belongs.
+        payload: uint8 [R, K * num_bits / 8]; what `formats.ops.narrowed` gave. Kept, not copied.
+        scale_bytes: uint8 [R, B]; the block scales that the rollout used.
+        global_scale: Decode-side scale of the place; kept in FP32. None if the format has none.
+        num_bits: Bits of a value that the payload has.
+        scale_form: Whether block scales are kept `raw`, or as `residue` modulo 8.
+        number_format: Format of the values.
+
+    Raises:
+        ValueError: As `encode_hint`.
+    """
+    require_hint_bits(num_bits, number_format, key)
+    block_bytes = number_format.block_size * num_bits // 8
+    _require_rows("payload", payload, scale_bytes, block_bytes, key)
+    form = global_scale, num_bits, scale_form, number_format
+    return _hint_of(key, payload, scale_bytes, *form)
+
+
+def _hint_of(
+    key: HintKey,
+    payload: torch.Tensor,
+    scale_bytes: torch.Tensor,
+    global_scale: torch.Tensor | float | None,
+    num_bits: int,
+    scale_form: ScaleForm,
+    number_format: NumberFormat,
+) -> SiteHint:
+    encoding = number_format.scale_encoding
     require_scale_form(scale_form, number_format, key)
     _require_at_most(
         MAX_SCALE_BYTE[encoding],
@@ -93,7 +138,6 @@ def encode_packed_hint(
         key,
     )
     scale = _fp32_scale(global_scale, number_format, key)
-    payload = ops.narrowed(packed_codes, num_bits, number_format=number_format)
     if scale_form == "residue":
         try:
             payload, residues = to_residues(payload, scale_bytes, num_bits=num_bits)
@@ -103,8 +147,7 @@ def encode_packed_hint(
     return SiteHint(
         key=key,
         num_bits=num_bits,
-        # The recorder's buffer is reused, and a slice of it would keep all of it alive.
-        payload=_owned(payload, packed_codes),
+        payload=payload,
         scale_bytes=scale_bytes.clone(memory_format=torch.contiguous_format),
         global_scale=scale,
         scale_form=scale_form,

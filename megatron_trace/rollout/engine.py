@@ -241,6 +241,7 @@ class RolloutEngine(ServedPolicy):
                 samples,
                 records,
                 self._settings,
+                kept_bits=self._kept_bits,
                 hint_bits=self.trace.hint_bits,
                 hint_scales=self.trace.hint_scales,
                 hint_sites=self._hint_sites(),

@@ -17,9 +17,9 @@ from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.transformer import TransformerConfig
 
 from megatron_trace.config import DEFAULT_HINT_SITES, TraceConfig
-from megatron_trace.formats import FORMAT_SETS, FormatSet
+from megatron_trace.formats import FORMAT_SETS, FormatSet, ops
 from megatron_trace.formats.packed_matrix import PackedMatrix
-from megatron_trace.hints import QuantizerSettings, Site
+from megatron_trace.hints import QuantizerSettings, Site, site_format, stored_bits
 from megatron_trace.models.hybrid import (
     causal_mask,
     decoder_layers,
@@ -102,7 +102,7 @@ class ServedPolicy:
         self._has_experts = any(layer.moe is not None for layer in self.layers)
         self._quantises_experts = self._has_experts and trace.quantises_experts
         self._guided_sites = tuple(Site(site) for site in trace.sites_in(pattern_sites(pattern)))
-        self._recorder = Recorder(self._recorded_places())
+        self._recorder = Recorder(self._recorded_places(), self._narrowed)
         self.sites = RolloutSites(trace, self._recorder)
         for layer in self.layers:
             if isinstance(layer.moe, EngineMoELayer):
@@ -401,6 +401,16 @@ class ServedPolicy:
         return [
             (layer, site) for layer, site in self._places() if layer in layers and site in sites
         ]
+
+    @property
+    def _kept_bits(self) -> int:
+        """Bits per value of what is recorded: those of hints, unless full codes are wanted too."""
+        return 4 if self.trace.diagnostic_share > 0 else self.trace.hint_bits
+
+    def _narrowed(self, site: Site, packed_codes: torch.Tensor) -> torch.Tensor:
+        number_format = site_format(self._formats, site)
+        bits = stored_bits(number_format, self._kept_bits)
+        return ops.narrowed(packed_codes, bits, number_format=number_format)
 
     def _hint_sites(self) -> tuple[Site, ...]:
         return self._guided_sites if self.trace.method == "trace" else ()

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -44,18 +44,28 @@ class Recorder:
 
     Args:
         places: (decoder layer, site) whose rows are kept.
+        narrowed: What is kept of packed codes of a site, uint8 [rows, bytes]; None keeps them.
 
     Attributes:
         seconds: Time spent on keeping and reading rows since construction.
+        policy_version: Version of the weights that compute, noted of each row; None where all rows
+            of a rollout are of one version, and none is noted.
     """
 
-    def __init__(self, places: Iterable[Place]) -> None:
+    def __init__(
+        self,
+        places: Iterable[Place],
+        narrowed: Callable[[Site, torch.Tensor], torch.Tensor] | None = None,
+    ) -> None:
         self.places = frozenset(places)
+        self._narrowed = narrowed or (lambda site, packed_codes: packed_codes)
         self.seconds = 0.0
+        self.policy_version: int | None = None
+        self._versions: torch.Tensor | None = None
         self._num_pages = self._page_tokens = 0
         self._pages: dict[Place, tuple[torch.Tensor, torch.Tensor]] = {}
         self._wrong_slots: dict[Place, torch.Tensor] = {}
-        self._sample_ids: Mapping[int, str] = {}
+        self._sample_ids: dict[int, str] = {}
         self._keep = False
         self._step: _Step | None = None
 
@@ -67,7 +77,16 @@ class Recorder:
             page_tokens: S.
         """
         self._num_pages, self._page_tokens = num_pages, page_tokens
-        self._pages = {}
+        self._pages, self._versions = {}, None
+
+    def add(self, sample_ids: Mapping[int, str]) -> None:
+        """Adds samples to the running rollout, by the engine's ids of their requests."""
+        self._sample_ids |= sample_ids
+
+    def forget(self, request_ids: Iterable[int]) -> None:
+        """Takes samples out of it that are over."""
+        for request_id in request_ids:
+            del self._sample_ids[request_id]
 
     def start(self, sample_ids: Mapping[int, str], *, keep: bool) -> None:
         """Begins a rollout.
@@ -77,11 +96,12 @@ class Recorder:
             keep: Whether rows are kept; otherwise only the samples of the rows are known.
         """
         self._sample_ids, self._keep = dict(sample_ids), keep
-        self._step, self._wrong_slots = None, {}
+        self._step, self._wrong_slots, self.policy_version = None, {}, None
 
     def stop(self) -> None:
         """Ends the rollout."""
         self._sample_ids, self._step, self._keep = {}, None, False
+        self.policy_version = None
 
     @property
     def is_running(self) -> bool:
@@ -109,6 +129,8 @@ class Recorder:
             offsets: int64 [M], likewise, within the page.
         """
         self._step = _Step(request_ids.long().clone(), positions.long().clone(), pages, offsets)
+        if self.policy_version is not None:
+            self._version_pages(pages.device)[pages, offsets] = self.policy_version
 
     def end_step(self) -> None:
         """Checks that every place was quantised once for every row of the running step.
@@ -169,11 +191,8 @@ class Recorder:
         started = time.perf_counter()
         step = self._note(layer, site)
         if not site.is_cached:
-            for pages, rows in zip(
-                self._pages_of((layer, site), packed_codes, scale_bytes),
-                (packed_codes, scale_bytes),
-                strict=True,
-            ):
+            kept = self._narrowed(site, packed_codes), scale_bytes
+            for pages, rows in zip(self._pages_of((layer, site), *kept), kept, strict=True):
                 pages[step.pages, step.offsets] = rows
         self.seconds += time.perf_counter() - started
 
@@ -244,11 +263,8 @@ class Recorder:
         step.slots_put[place].index_add_(
             0, tokens * num_slots + slot, torch.ones_like(tokens, dtype=torch.int32)
         )
-        for pages, rows in zip(
-            self._pages_of(place, packed_codes, scale_bytes, num_slots),
-            (packed_codes, scale_bytes),
-            strict=True,
-        ):
+        kept = self._narrowed(site, packed_codes), scale_bytes
+        for pages, rows in zip(self._pages_of(place, *kept, num_slots), kept, strict=True):
             pages[step.pages[tokens], step.offsets[tokens], slot] = rows
         self.seconds += time.perf_counter() - started
 
@@ -263,7 +279,7 @@ class Recorder:
             offsets: int64 [R].
 
         Returns:
-            packed codes uint8 [R, K * C / 8], scale bytes uint8 [R, B], on the device.
+            packed codes, narrowed, uint8 [R, bytes], and scale bytes uint8 [R, B], on the device.
 
         Raises:
             RuntimeError: In a step of the rollout an expert slot was not quantised exactly once.
@@ -276,6 +292,34 @@ class Recorder:
             )
         codes, scale_bytes = (kept[pages, offsets].flatten(1) for kept in self._pages[place])
         return codes, scale_bytes
+
+    def versions(self, pages: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor | None:
+        """Gives the policy version of the rows at some pages and offsets, int64 [R] on the device.
+
+        Args:
+            pages: int64 [R].
+            offsets: int64 [R].
+
+        Returns:
+            None if versions are not noted.
+        """
+        if self.policy_version is None:
+            return None
+        return self._version_pages(pages.device)[pages, offsets]
+
+    def restore_versions(
+        self, pages: torch.Tensor, offsets: torch.Tensor, versions: torch.Tensor
+    ) -> None:
+        """Puts versions that `versions` gave at other pages and offsets."""
+        self._version_pages(pages.device)[pages, offsets] = versions.to(pages.device)
+
+    def _version_pages(self, device: torch.device) -> torch.Tensor:
+        if self._versions is None:
+            assert self._num_pages, "reserve comes first"
+            self._versions = torch.zeros(
+                self._num_pages, self._page_tokens, dtype=torch.int64, device=device
+            )
+        return self._versions
 
     def restore(
         self,

@@ -19,6 +19,8 @@ from megatron_trace.hints import (
     site_format,
     stored_bits,
 )
+from megatron_trace.hints.codec import encode_narrowed_hint
+from megatron_trace.hints.types import HINT_BITS
 from megatron_trace.rollout.recorder import Place
 
 
@@ -28,6 +30,7 @@ def store_records(
     records: Sequence[Mapping[Place, tuple[torch.Tensor, torch.Tensor]]],
     settings: QuantizerSettings,
     *,
+    kept_bits: int,
     hint_bits: int,
     hint_scales: ScaleForm = "raw",
     hint_sites: Sequence[Site],
@@ -38,8 +41,10 @@ def store_records(
     Args:
         store: Gets a hint per sample and place, and full codes of the diagnostic samples.
         samples: The samples.
-        records: Of each sample by place: packed codes uint8 [R, bytes], scale bytes [R, B].
+        records: Of each sample by place: codes of `kept_bits` uint8 [R, bytes], of keys and values
+            whole ones, and scale bytes uint8 [R, B].
         settings: Settings of the quantisers that were recorded.
+        kept_bits: Bits per value that the recorder kept: 4 for whole codes, else `hint_bits`.
         hint_bits: Bits per value of a hint, of 1, 2, and 4 for whole codes.
         hint_scales: How a hint keeps block scales; full codes always keep them raw.
         hint_sites: Sites that guide training; the others are recorded for diagnostics only.
@@ -56,7 +61,9 @@ def store_records(
             )
             if site in hint_sites:
                 form = bits, hint_scales, number_format
-                store.put(encode_packed_hint(key, codes, scales, scale, *form))
+                are_whole = site.is_cached or kept_bits == HINT_BITS[-1]
+                encode = encode_packed_hint if are_whole else encode_narrowed_hint
+                store.put(encode(key, codes, scales, scale, *form))
             if keeps_codes:
                 form = all_bits, "raw", number_format
                 store.put(encode_packed_hint(key, codes, scales, scale, *form), RecordKind.CODES)

@@ -45,6 +45,26 @@ def test_a_hint_is_the_mantissa_bit_of_the_full_codes(trace_engine):
             assert torch.equal(hint.scale_bytes, codes.scale_bytes)
 
 
+@pytest.mark.parametrize("bits", [1, 2])
+@pytest.mark.parametrize("scales", ["raw", "residue"])
+def test_hints_are_the_same_whether_full_codes_are_recorded_too(weights, bits, scales):
+    options = {"hint_sites": ("fc1", "fc2", "k", "v"), "hint_bits": bits, "hint_scales": scales}
+    prompts = random_prompts(6)
+    with_codes = roll_out(tiny_engine(weights, diagnostic_share=1.0, **options), prompts)
+    engine = tiny_engine(weights, **options)
+    samples, store = roll_out(engine, prompts)
+    for sample in samples:
+        for layer in (0, 1):
+            for site in (Site.FC1, Site.FC2, Site.K, Site.V):
+                hint, other = (
+                    record_of(given, sample, layer, site) for given in (store, with_codes[1])
+                )
+                assert torch.equal(hint.payload, other.payload), (layer, site)
+                assert torch.equal(hint.scale_bytes, other.scale_bytes), (layer, site)
+    # Of fc1's 128 values a row, codes take 64 bytes.
+    assert engine._recorder._pages[0, Site.FC1][0].shape[2] == 128 * bits // 8
+
+
 def test_the_same_seed_gives_the_same_rollout_and_another_seed_another(trace_engine):
     prompts = random_prompts(20)
     first = roll_out(trace_engine, prompts, seed=11)

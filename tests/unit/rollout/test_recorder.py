@@ -76,6 +76,15 @@ def test_rows_are_put_back_at_other_places():
     assert _rows(recorder, [(3, 2), (3, 3)]) == _rows(recorder, [(0, 0), (0, 1)])
 
 
+def test_what_is_kept_of_codes_may_be_narrower():
+    recorder = Recorder([PLACE], narrowed=lambda site, codes: codes[:, :1] + (site == Site.FC1))
+    recorder.reserve(PAGES, PAGE_TOKENS)
+    recorder.start({10: "a"}, keep=True)
+    _begin(recorder, [(10, 0), (10, 1)], [(0, 0), (0, 1)])
+    _put(recorder, [10, 20])
+    assert _rows(recorder, [(0, 0), (0, 1)]) == ([[11], [21]], [[110, 111], [120, 121]])
+
+
 def _put_slots(recorder: Recorder, tokens: list[int], slots: list[int]) -> None:
     """Records rows whose values say to which token and slot they belong."""
     index = torch.tensor(tokens, dtype=torch.int64), torch.tensor(slots, dtype=torch.int64)
