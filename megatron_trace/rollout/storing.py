@@ -30,7 +30,7 @@ def store_records(
     records: Sequence[Mapping[Place, tuple[torch.Tensor, torch.Tensor]]],
     settings: QuantizerSettings,
     *,
-    kept_bits: int,
+    kept_bits: int = HINT_BITS[-1],
     hint_bits: int,
     hint_scales: ScaleForm = "raw",
     hint_sites: Sequence[Site],
