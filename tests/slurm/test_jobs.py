@@ -81,8 +81,8 @@ def test_a_preempted_run_is_requeued_and_ends_with_the_same_bits(site, whole):
     job = site.started("colocated", path)
     trainer = run / "logs" / f"job-{job}" / "attempt-0" / "trainer.0.log"
     site.cluster.wait(
-        lambda: trainer.is_file() and "before the start of training" in trainer.read_text(),
-        "the first step",
+        lambda: trainer.is_file() and "initialized tensor model parallel" in trainer.read_text(),
+        "a trainer that listens",
         timeout_s=600,
         poll_s=0.1,
     )
