@@ -29,6 +29,7 @@ from megatron_trace.hints.types import (
     Site,
     stored_bits,
 )
+from megatron_trace.training import report
 from megatron_trace.training.micro_batch import MicroBatch, make_micro_batch
 from megatron_trace.training.model import token_logprobs
 from megatron_trace.training.rounding import PackedRows, Rounding
@@ -207,6 +208,8 @@ def seen_values(*chunks: TraceSites) -> Iterator[dict[Place, SeenValues]]:
     seen: dict[Place, SeenValues] = {}
     quantised, packed = Rounding.quantised, Rounding.packed
     last: list[tuple[Place, TraceSites]] = []
+    compare = report.activation_difference
+    comparing: list[bool] = []
 
     def noting_place(
         sites: TraceSites, rounding: Any, layer: int, site: Site, rows: Any
@@ -230,7 +233,17 @@ def seen_values(*chunks: TraceSites) -> Iterator[dict[Place, SeenValues]]:
         note(rows, codes.values(rows.dtype))
         return codes
 
+    def compared_unnoticed(*args: Any) -> report.ActivationDifference:
+        """Rounds again, for diagnostics only."""
+        comparing.append(True)
+        try:
+            return compare(*args)
+        finally:
+            comparing.pop()
+
     def note(rows: torch.Tensor, values: torch.Tensor) -> None:
+        if comparing:
+            return
         (place, sites), *_ = last
         assert sites.micro_batch_in_force is not None, "the quantiser has just asked for it"
         of_place = seen.setdefault(place, SeenValues())
@@ -243,6 +256,7 @@ def seen_values(*chunks: TraceSites) -> Iterator[dict[Place, SeenValues]]:
             for name, noting in (("rounding", noting_place), ("slot_rounding", noting_slots)):
                 patched = partial(noting, sites, getattr(sites, name))
                 stack.enter_context(mock.patch.object(sites, name, patched))
+        stack.enter_context(mock.patch.object(report, "activation_difference", compared_unnoticed))
         stack.enter_context(mock.patch.object(Rounding, "quantised", noting_values))
         stack.enter_context(mock.patch.object(Rounding, "packed", noting_codes))
         yield seen
