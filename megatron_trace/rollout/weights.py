@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import cast
 
 import torch
@@ -15,7 +15,7 @@ from modelopt.torch.quantization.nn import TensorQuantizer
 
 from megatron_trace import compat
 from megatron_trace.config import Implementation
-from megatron_trace.formats import NumberFormat, ops
+from megatron_trace.formats import NumberFormat, decode, ops, unpack_codes
 from megatron_trace.formats.packed_matrix import PackedMatrix
 from megatron_trace.hints.weight_digest import combine_digests, matrix_digest
 from megatron_trace.models.hybrid import DecoderLayer, named_expert_linears
@@ -23,6 +23,8 @@ from megatron_trace.rollout.sites import OPERAND_DTYPE
 
 # Decoder layer, expert, and fc1 (gate above up) or fc2.
 MatrixPlace = tuple[int, int, str]
+# Gives the NVFP4 codes and scales of a matrix [O, K] at a place.
+WeightRule = Callable[[MatrixPlace, torch.Tensor], PackedMatrix]
 
 
 @contextlib.contextmanager
@@ -85,6 +87,7 @@ def quantise_experts(
     power_of_two_scales: bool,
     implementation: Implementation,
     keep: dict[MatrixPlace, PackedMatrix] | None = None,
+    rule: WeightRule | None = None,
 ) -> str:
     """Replaces the routed experts' weights by their fake-quantised values.
 
@@ -97,6 +100,7 @@ def quantise_experts(
         power_of_two_scales: Whether global scales are rounded up to powers of two.
         implementation: Kernels of the number formats.
         keep: Gets codes and scales of every matrix, in host memory; for formats with global scales.
+        rule: Chooses codes and scales in NVFP4; None rounds to nearest in the format.
 
     Returns:
         Digest over packed codes, scale bytes and global scales.
@@ -110,7 +114,11 @@ def quantise_experts(
     digests = []
     for layer in layers:
         for expert, matrix, linear in named_expert_linears(layer):
-            quantiser = _WeightQuantiser(number_format, power_of_two_scales, implementation)
+            quantiser = (
+                _WeightQuantiser(number_format, power_of_two_scales, implementation)
+                if rule is None
+                else _RuleQuantiser(rule, (layer.index, expert, matrix))
+            )
             tensor_quantizer = cast(
                 "TensorQuantizer", cast("torch.nn.Module", linear).weight_quantizer
             )
@@ -177,6 +185,21 @@ class _WeightQuantiser:
         )
         self.record = (packed_codes, scale_bytes, scale)
         return y
+
+
+class _RuleQuantiser:
+    """Quantises the matrix of one place as a rule says, and keeps the same."""
+
+    def __init__(self, rule: WeightRule, place: MatrixPlace) -> None:
+        self.rule = rule
+        self.place = place
+        self.record: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None = None
+
+    def __call__(self, weight: torch.Tensor) -> torch.Tensor:
+        chosen = self.rule(self.place, weight)
+        self.record = (chosen.packed_codes, chosen.scale_bytes, chosen.global_scale)
+        codes = unpack_codes(chosen.packed_codes)
+        return decode(codes, chosen.scale_bytes, chosen.global_scale, OPERAND_DTYPE)
 
 
 def plain_digest(named: Mapping[str, torch.Tensor]) -> str:
