@@ -39,6 +39,7 @@ from megatron_trace.rollout.recorder import Place, Recorder
 from megatron_trace.rollout.sites import RolloutSites
 from megatron_trace.rollout.weights import (
     MatrixPlace,
+    WeightRule,
     copy_weights,
     kept_on_failure,
     plain_digest,
@@ -201,7 +202,13 @@ class ServedPolicy:
         self._take_settings(settings)
         self._forget()
 
-    def push_weights(self, named: Mapping[str, torch.Tensor], policy_version: int) -> str:
+    def push_weights(
+        self,
+        named: Mapping[str, torch.Tensor],
+        policy_version: int,
+        *,
+        rule: WeightRule | None = None,
+    ) -> str:
         """Takes new weights of the trainer and quantises the routed experts.
 
         Either all are taken or none: after an error the engine serves what it served before.
@@ -209,6 +216,8 @@ class ServedPolicy:
         Args:
             named: BF16 or FP32 parameters by name; cast to BF16 before they are quantised.
             policy_version: Version of the weights, noted in samples and hints.
+            rule: Chooses codes and scales of the experts, instead of rounding to nearest as a
+                trainer does; for weights that are not trained on (`ptq`).
 
         Returns:
             Digest of the quantised expert weights. Where none is quantised (method bf16, KV cache
@@ -217,13 +226,24 @@ class ServedPolicy:
         Raises:
             RuntimeError: The engine is not calibrated.
             ValueError: A parameter is missing, unknown or of another shape, or an expert's weight
-                is NaN or Inf.
+                is NaN or Inf; or a rule has no effect, as weights are not in NVFP4.
         """
         self._require_calibrated("push_weights")
+        if rule is not None and (
+            self._formats.weights.name != "nvfp4"
+            or not self._quantises_experts
+            or self.trace.power_of_two_scales
+        ):
+            raise ValueError(
+                "a rule chooses NVFP4 codes and scales of experts; this engine has method="
+                f"{self.trace.method}, number_format={self.trace.number_format}, quantised_parts="
+                f"{self.trace.quantised_parts}, power_of_two_scales="
+                f"{self.trace.power_of_two_scales}"
+            )
         started = time.perf_counter()
         with self._kept_on_failure():
             self._load(named)
-            digest = self._quantise_weights()
+            digest = self._quantise_weights(rule)
             self._policy_version = policy_version
         self.seconds["push"] += time.perf_counter() - started
         return digest
@@ -325,7 +345,7 @@ class ServedPolicy:
         self._has_plain_weights = True
         self._policy_version = None
 
-    def _quantise_weights(self) -> str:
+    def _quantise_weights(self, rule: WeightRule | None = None) -> str:
         """Quantises what was loaded and gives the digest."""
         if not self._quantises_experts:
             return plain_digest(dict(self.model.named_parameters()))
@@ -337,6 +357,7 @@ class ServedPolicy:
             power_of_two_scales=self.trace.power_of_two_scales,
             implementation=self.trace.implementation,
             keep=packed if self._keeps_packed else None,
+            rule=rule,
         )
         self._packed = packed
         return digest
