@@ -33,7 +33,10 @@ component() { # component NODES TASKS_PER_NODE: options of one component.
 
 sbatch=(sbatch --parsable --job-name="trace-$kind" --output="$RUN/logs/job-%j.txt" --open-mode=append
     --requeue --signal="B:USR1@$SIGNAL_S" --export=ALL)
-component "$TRAIN_NODES" "$GPUS_PER_NODE"
+# Rollouts by turns may have more tasks than training.
+tasks=$GPUS_PER_NODE
+if [[ $kind != disaggregated && ${WORKERS_PER_NODE:-0} -gt $tasks ]]; then tasks=$WORKERS_PER_NODE; fi
+component "$TRAIN_NODES" "$tasks"
 sbatch+=("${OPTIONS[@]}" "$@")
 if [[ $kind == disaggregated ]]; then
     component "$ROLLOUT_NODES" "${WORKERS_PER_NODE:-$GPUS_PER_NODE}"
