@@ -24,6 +24,7 @@ ALLOWED = {
     "rollout": LEVEL_2,
     "training": LEVEL_2,
     "rl": LEVEL_2 | {"rollout", "training"},
+    "ptq": LEVEL_2 | {"rollout"},
     "study": LEVEL_2 | {"rollout", "training", "rl"},
     "arguments": {"config", "rl_config"},
     "testing": LEVEL_2 | {"rollout", "training", "rl", "study", "arguments"},
