@@ -13,7 +13,7 @@ import os
 import re
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +22,12 @@ from megatron.core import dist_checkpointing
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
 from megatron_trace import compat
+from megatron_trace.config import TraceConfig
 from megatron_trace.hints.settings_file import settings_from_record, settings_record
 from megatron_trace.rl.fallback import fall_back_to_bf16
-from megatron_trace.rl.run import Progress, RlRun, use_settings_of_engine
+from megatron_trace.rl.optimizer import OptimizerSettings
+from megatron_trace.rl.run import Progress, RlRun, RunSettings, use_settings_of_engine
+from megatron_trace.rl_config import HealthConfig, LossConfig
 
 _FORMAT = "megatron_trace RL checkpoint"
 _FORMAT_VERSION = 1
@@ -136,6 +139,36 @@ def resume(run: RlRun, checkpoint: str | Path, *, identity: Mapping[str, Any]) -
         run.engine.use_settings(settings_from_record(settings))
         use_settings_of_engine(run)
     run.push_weights(run.progress.policy_version)
+
+
+def saved_run(checkpoint: str | Path) -> tuple[RunSettings, dict[str, Any]]:
+    """Gives the settings of the run that a checkpoint is of, and its identity (see `save`).
+
+    Raises:
+        ValueError: The checkpoint is truncated or of something else, or of another version of the
+            settings.
+    """
+    identity = _verified_record(Path(checkpoint))["identity"]
+    nested = {
+        "trace": TraceConfig,
+        "loss": LossConfig,
+        "health": HealthConfig,
+        "optimizer": OptimizerSettings,
+    }
+    try:
+        values = {field.name: identity[field.name] for field in fields(RunSettings)}
+        for name, kind in nested.items():
+            values[name] = kind(**{key: _tupled(value) for key, value in values[name].items()})
+        return RunSettings(**values), identity
+    except (LookupError, TypeError) as error:
+        raise ValueError(
+            f"{checkpoint} has other settings than this version's ({error}); use the version that "
+            "saved it"
+        ) from error
+
+
+def _tupled(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _sharded_state(run: RlRun, *, is_loading: bool) -> dict[str, Any]:

@@ -379,6 +379,12 @@ def evaluate(run: RlRun, items: Sequence[TaskItem]) -> float:
     Raises:
         ValueError: There are no items, so that no share exists.
     """
+    right = solved(run, items)
+    return sum(right) / len(right)
+
+
+def solved(run: RlRun, items: Sequence[TaskItem]) -> list[bool]:
+    """Gives which items the engine answers right, greedily; arguments and errors as `evaluate`."""
     if not items:
         raise ValueError("an evaluation needs at least one held-out item; got none")
     prompts = encode_prompts(
@@ -395,4 +401,4 @@ def evaluate(run: RlRun, items: Sequence[TaskItem]) -> float:
         seed=0,
     )
     scores = score_samples(samples, items, run.tokenizer, answer_format=run.settings.answer_format)
-    return sum(score >= 1.0 for score in scores) / len(scores)
+    return [score >= 1.0 for score in scores]
