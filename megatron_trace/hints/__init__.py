@@ -21,8 +21,10 @@ from megatron_trace.hints.types import (
     ScaleForm,
     Site,
     SiteHint,
+    VersionSpan,
     site_format,
     stored_bits,
+    version_spans,
 )
 
 __all__ = [
@@ -42,6 +44,7 @@ __all__ = [
     "ScaleForm",
     "Site",
     "SiteHint",
+    "VersionSpan",
     "accept_rows",
     "decode_bits",
     "decode_codes",
@@ -52,4 +55,5 @@ __all__ = [
     "site_format",
     "stack_rows",
     "stored_bits",
+    "version_spans",
 ]

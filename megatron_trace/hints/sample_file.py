@@ -1,8 +1,8 @@
 """What a hint file holds: one sample (tokens, log-probs, routing) and its records.
 
 Records are stored field by field, as the dataclasses declare them: tensors and tuples of integers
-as tensors, everything else as JSON. A field that is added to `SiteHint` or `RolloutSample` is
-stored without a change here; a reader that does not know it refuses the file.
+as tensors, everything else, spans of versions too, as JSON. A field that is added to `SiteHint` or
+`RolloutSample` is stored without a change here; a reader that does not know it refuses the file.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ from megatron_trace.hints.tensor_file import (
     TensorFile,
     write_tensor_file,
 )
-from megatron_trace.hints.types import HintKey, RolloutSample, Site, SiteHint
+from megatron_trace.hints.types import HintKey, RolloutSample, Site, SiteHint, VersionSpan
 
 Place = tuple[int, Site]
 # Stored once a file, not once a record.
 _IDENTITY_FIELDS = ("sample_id", "policy_version", "settings_digest")
+_SPAN_FIELDS = {"version_spans", "record_spans"}
 
 
 @dataclass(frozen=True)
@@ -199,6 +200,8 @@ class SampleFile:
                 fields[name] = tensor(f"{prefix}/{name}")
             for name in stored["tuples"]:
                 fields[name] = tuple(tensor(f"{prefix}/{name}").tolist())
+            for name in _SPAN_FIELDS & fields.keys():
+                fields[name] = tuple(VersionSpan(*span) for span in fields[name])
             return kind(**given, **fields)
         except DamagedFileError:
             raise
@@ -227,6 +230,8 @@ def _take_apart(
         if isinstance(value, torch.Tensor):
             stored["tensors"].append(field.name)
             tensors[f"{prefix}/{field.name}"] = value
+        elif field.name in _SPAN_FIELDS and value is not None:
+            stored["values"][field.name] = [list(span) for span in value]
         elif isinstance(value, tuple):
             stored["tuples"].append(field.name)
             tensors[f"{prefix}/{field.name}"] = torch.tensor(value, dtype=torch.int64)

@@ -12,7 +12,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 import torch
 
@@ -296,6 +296,20 @@ def require_scale_form(scale_form: str, number_format: NumberFormat, key: HintKe
         )
 
 
+class VersionSpan(NamedTuple):
+    """A piece of a sample that one version of the weights made; it ends where the next begins.
+
+    Attributes:
+        start: Its first response token, or its first row, from 0.
+        policy_version: Version of the weights.
+        weights_digest: Digest that the push of them gave.
+    """
+
+    start: int
+    policy_version: int
+    weights_digest: str
+
+
 @dataclass(frozen=True)
 class RolloutSample:
     """One finished rollout.
@@ -308,16 +322,21 @@ class RolloutSample:
             distribution it was sampled from (or the model's own, if the rollout was asked for
             that); 0 where a token was given.
         routing: int16 [T - 1, MoE layers, top-k]; expert ids of every forwarded token.
-        policy_version: Version of the weights.
+        policy_version: Version of the weights; of several, the oldest.
         settings_digest: Digest of the quantiser settings; empty for a BF16 rollout.
         finish_reason: `stop` (end token sampled), `length`, or `abort`.
         top_tokens: int32 [len(response_tokens), K]; the K most probable tokens of the distribution
             that each token was sampled from, most probable first; None if not asked for.
         top_logprobs: FP32, like top_tokens; their log-probabilities, -inf for tokens that the
             sampling had filtered out (top-k, top-p).
-        given: uint8 [len(response_tokens)]; 1 where a response token was given between two turns (by
-            a tool, a user), not sampled. None if all were sampled.
+        given: uint8 [len(response_tokens)]; 1 where a response token was given between two turns
+            (by a tool, a user), not sampled. None if all were sampled.
         degeneration: `loop` or `garbled` if the rollout found the sample to be one; else None.
+        version_spans: Which version sampled which response tokens, where weights were pushed amid
+            the sample; None if one version made all of it.
+        record_spans: Which version computed which rows, and so their hints, keys and values; None
+            if one version made all of the sample. Another one than sampled the tokens where a push
+            made the engine compute rows anew.
     """
 
     sample_id: str
@@ -332,6 +351,8 @@ class RolloutSample:
     top_logprobs: torch.Tensor | None = None
     given: torch.Tensor | None = None
     degeneration: str | None = None
+    version_spans: tuple[VersionSpan, ...] | None = None
+    record_spans: tuple[VersionSpan, ...] | None = None
 
     def __post_init__(self) -> None:
         """Raises ValueError when lengths contradict each other."""
@@ -354,6 +375,31 @@ class RolloutSample:
                 f"sample {self.sample_id}: given must be uint8 [{len(self.response_tokens)}]; got "
                 f"{given.dtype} {tuple(given.shape)}"
             )
+        self._require_spans()
+
+    def _require_spans(self) -> None:
+        if (self.version_spans is None) != (self.record_spans is None):
+            raise ValueError(
+                f"sample {self.sample_id}: version_spans and record_spans must be given together"
+            )
+        for name, end in (
+            ("version_spans", len(self.response_tokens)),
+            ("record_spans", self.num_rows),
+        ):
+            spans: tuple[VersionSpan, ...] | None = getattr(self, name)
+            if spans is None:
+                continue
+            starts = [span.start for span in spans]
+            if not spans or starts[0] or starts != sorted(set(starts)) or starts[-1] >= end:
+                raise ValueError(
+                    f"sample {self.sample_id}: {name} must begin at 0 and rise below {end}; got "
+                    f"{starts}"
+                )
+            if min(span.policy_version for span in spans) < self.policy_version:
+                raise ValueError(
+                    f"sample {self.sample_id}: policy_version must be the oldest of {name} "
+                    f"{[span.policy_version for span in spans]}; got {self.policy_version}"
+                )
 
     def _require_top(self) -> None:
         tops = {"top_tokens": torch.int32, "top_logprobs": torch.float32}
@@ -385,6 +431,37 @@ class RolloutSample:
         return len(self.response_tokens) - (0 if self.given is None else int(self.given.sum()))
 
     @property
+    def token_versions(self) -> torch.Tensor:
+        """Version that sampled each response token, int64 [len(response_tokens)]."""
+        return _versions(self.version_spans, len(self.response_tokens), self.policy_version)
+
+    @property
+    def row_versions(self) -> torch.Tensor:
+        """Version that computed each row, int64 [T - 1]."""
+        return _versions(self.record_spans, self.num_rows, self.policy_version)
+
+    @property
     def num_rows(self) -> int:
         """Token positions that the rollout forwarded: all but the last."""
         return len(self.prompt_tokens) + len(self.response_tokens) - 1
+
+
+def version_spans(
+    versions: torch.Tensor, weights_digests: Mapping[int, str]
+) -> tuple[VersionSpan, ...]:
+    """Gives the spans of versions in a row.
+
+    Args:
+        versions: integer [n], of tokens or rows.
+        weights_digests: Digest of the weights of each version.
+    """
+    numbers = versions.tolist()
+    starts = [n for n, version in enumerate(numbers) if n == 0 or version != numbers[n - 1]]
+    return tuple(VersionSpan(n, numbers[n], weights_digests[numbers[n]]) for n in starts)
+
+
+def _versions(spans: tuple[VersionSpan, ...] | None, count: int, only: int) -> torch.Tensor:
+    versions = torch.full((count,), only, dtype=torch.int64)
+    for span in spans or ():
+        versions[span.start :] = span.policy_version
+    return versions

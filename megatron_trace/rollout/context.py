@@ -43,6 +43,7 @@ class SavedRows:
             not to be continued.
         states: Convolution and recurrent states of the request's layers that have them; None if
             there are none, or the request is not to be continued.
+        versions: int64 [R], policy version that computed each row; None if none was noted.
     """
 
     num_rows: int
@@ -50,6 +51,7 @@ class SavedRows:
     routing: np.ndarray | None
     cache: torch.Tensor | None = None
     states: tuple[torch.Tensor, torch.Tensor] | None = None
+    versions: torch.Tensor | None = None
 
 
 class RolloutContext(DynamicInferenceContext):
@@ -305,9 +307,15 @@ class RolloutContext(DynamicInferenceContext):
             routing = self.kv_block_allocator.reconstruct_routing_from_blocks(
                 blocks.tolist(), num_rows
             )
-        if not to_continue:
-            return SavedRows(num_rows, records, routing)
-        return SavedRows(num_rows, records, routing, cache, self._saved_states(index))
+        versions = recorder.versions(pages, offsets)
+        return SavedRows(
+            num_rows,
+            records,
+            routing,
+            cache if to_continue else None,
+            self._saved_states(index) if to_continue else None,
+            None if versions is None else versions.cpu(),
+        )
 
     def _saved_states(self, index: int) -> tuple[torch.Tensor, torch.Tensor] | None:
         if not self.is_hybrid_model:
@@ -332,6 +340,8 @@ class RolloutContext(DynamicInferenceContext):
             if not place[1].is_cached:
                 part = codes[rows], scale_bytes[rows]
                 self.sites.recorder.restore(place, pages, offsets, part)
+        if saved.versions is not None:
+            self.sites.recorder.restore_versions(pages, offsets, saved.versions[rows])
         allocator = self.kv_block_allocator
         positions = np.arange(start, stop)
         for number, block in enumerate(blocks.tolist(), start // self.block_size_tokens):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from megatron.core.transformer import TransformerConfig
 
@@ -16,9 +16,11 @@ from megatron_trace.rollout.kv_cache import kv_bytes_per_token
 from megatron_trace.rollout.policy import ServedPolicy
 from megatron_trace.rollout.prompts import require_usable
 from megatron_trace.rollout.report import RolloutReport
+from megatron_trace.rollout.running import Served
 from megatron_trace.rollout.samples import make_report, make_sample
 from megatron_trace.rollout.sampling import SamplingSettings, sample_seed
 from megatron_trace.rollout.serving import EngineLimits, Server
+from megatron_trace.rollout.session import OnPush, RolloutSession
 from megatron_trace.rollout.storing import store_records
 
 
@@ -104,7 +106,13 @@ class RolloutEngine(ServedPolicy):
             ),
         )
         self._degeneration = degeneration or DegenerationRule()
+        self._session: RolloutSession | None = None
         self.report = RolloutReport()
+
+    @property
+    def session(self) -> RolloutSession | None:
+        """The open session, whose samples go on over pushes; None if there is none."""
+        return self._session if self._session is not None and self._session.is_open else None
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -149,9 +157,10 @@ class RolloutEngine(ServedPolicy):
 
         Raises:
             RuntimeError: The engine is not ready, an activation is NaN or Inf, or a site's
-                quantiser did not run; the engine is usable again afterwards.
+                quantiser did not run; the engine is usable again afterwards. Or a session is open.
             ValueError: Prompts, sample ids or seeds cannot be used.
         """
+        self._require_no_session("generate")
         self._require_calibrated("generate")
         if self._policy_version is None:
             raise RuntimeError("generate needs weights; call push_weights before it")
@@ -185,36 +194,9 @@ class RolloutEngine(ServedPolicy):
                 next_turn=next_turn,
             )
             self._require_quantisers_ran()
-            named = [
-                (sample_id, one)
-                for sample_id, one in zip(sample_ids, served, strict=True)
-                if one is not None
-            ]
-            samples = [
-                make_sample(
-                    sample_id,
-                    one,
-                    has_experts=self._has_experts,
-                    policy_version=self._policy_version,
-                    settings_digest=self._settings.digest() if self._settings is not None else "",
-                    rule=self._degeneration,
-                )
-                for sample_id, one in named
-            ]
-            storing = time.perf_counter()
-            if store is not None and keep:
-                self._store(store, samples, [one.rows.records for _, one in named])
-            self.seconds["record"] += time.perf_counter() - storing
+            samples = self._finished(sample_ids, served, store if keep else None)
         finally:
             self._recorder.stop()
-        self.report = make_report(
-            samples,
-            num_asked=len(served),
-            counts=self._server.context.counts,
-            sites=self.sites,
-            settings_version=self.settings_version,
-            policy_version=self._policy_version,
-        )
         self.seconds["record"] += self._recorder.seconds - put_before
         self.seconds["rollout"] += time.perf_counter() - started
         return samples
@@ -232,6 +214,107 @@ class RolloutEngine(ServedPolicy):
             ValueError: A sample is not of it.
         """
         self._server.abort(sample_ids, keep=keep)
+
+    def open_session(
+        self, *, store: HintSink | None, sampling: SamplingSettings, on_push: OnPush
+    ) -> RolloutSession:
+        """Begins a rollout that goes on while weights are pushed; see `RolloutSession`.
+
+        Args:
+            store: As of `generate`.
+            sampling: How tokens are sampled.
+            on_push: What a push does with what running samples have computed.
+
+        Raises:
+            RuntimeError: The engine is not ready, or a session is open.
+            ValueError: The engine shares prefixes.
+        """
+        self._require_no_session("open_session")
+        self._require_calibrated("open_session")
+        if self._policy_version is None:
+            raise RuntimeError("open_session needs weights; call push_weights before it")
+        if self._server.limits.prefix_caching:
+            raise ValueError(
+                "open_session contradicts prefix_caching=True: pages that a prompt finds may be of "
+                "another policy version; build the engine without it"
+            )
+        keep = store is not None and bool(self._recorder.places)
+        session = self._session = RolloutSession(
+            self._server,
+            sampling=sampling,
+            on_push=on_push,
+            keep=keep,
+            policy_version=self._policy_version,
+            weights_digest=self._weights_digest,
+            seconds=self.seconds,
+            require_usable=lambda prompts, sample_ids: require_usable(
+                prompts,
+                sample_ids,
+                sampling,
+                max_sequence_length=self.max_sequence_length,
+                vocab_size=self.model.vocab_size,
+                stored=() if store is None else store.sample_ids(),
+            ),
+            require_quantisers_ran=self._require_quantisers_ran,
+            finished=lambda sample_ids, served: self._finished(
+                sample_ids, served, store if keep else None, session.weights_digests
+            ),
+        )
+        return session
+
+    def _require_pushable(self, policy_version: int) -> None:
+        if self.session is not None:
+            self.session.require_later(policy_version)
+
+    def _pushed(self, policy_version: int, digest: str) -> None:
+        if self.session is not None:
+            self.session.pushed(policy_version, digest)
+
+    def _finished(
+        self,
+        sample_ids: Sequence[str],
+        served: Sequence[Served | None],
+        store: HintSink | None,
+        weights_digests: Mapping[int, str] | None = None,
+    ) -> list[RolloutSample]:
+        """Gives the samples that were served, stores what was recorded of them, and reports."""
+        assert self._policy_version is not None, "weights are pushed before a rollout"
+        named = [
+            (sample_id, one)
+            for sample_id, one in zip(sample_ids, served, strict=True)
+            if one is not None
+        ]
+        samples = [
+            make_sample(
+                sample_id,
+                one,
+                has_experts=self._has_experts,
+                policy_version=self._policy_version,
+                weights_digests=weights_digests,
+                settings_digest=self._settings.digest() if self._settings is not None else "",
+                rule=self._degeneration,
+            )
+            for sample_id, one in named
+        ]
+        storing = time.perf_counter()
+        if store is not None:
+            self._store(store, samples, [one.rows.records for _, one in named])
+        self.seconds["record"] += time.perf_counter() - storing
+        self.report = make_report(
+            samples,
+            num_asked=len(served),
+            counts=self._server.context.counts,
+            sites=self.sites,
+            settings_version=self.settings_version,
+            policy_version=self._policy_version,
+        )
+        return samples
+
+    def _require_no_session(self, call: str) -> None:
+        if self.session is not None:
+            raise RuntimeError(
+                f"{call} while a session is open, whose samples are in flight; close it before"
+            )
 
     def _store(self, store: HintSink, samples: list[RolloutSample], records: list[Records]) -> None:
         assert self._settings is not None, "only a quantising engine records"

@@ -125,6 +125,7 @@ class ServedPolicy:
         self._settings: QuantizerSettings | None = None
         self._has_plain_weights = False
         self._policy_version: int | None = None
+        self._weights_digest = ""
         if self.quantised and not self._formats.weights.has_global_scale:
             self._take_settings(self._settings_of({}))
 
@@ -140,8 +141,10 @@ class ServedPolicy:
             named: BF16 or FP32 parameters by name.
 
         Raises:
+            RuntimeError: A session is open.
             ValueError: A parameter is missing, unknown or of another shape.
         """
+        self._require_no_session("load_weights")
         with self._kept_on_failure():
             self._load(named)
 
@@ -156,6 +159,7 @@ class ServedPolicy:
                 is NaN or Inf.
             ValueError: The method quantises nothing, or a token is outside the vocabulary.
         """
+        self._require_no_session("calibrate")
         self._require_quantising("calibrate")
         if not self._has_plain_weights:
             raise RuntimeError("calibrate needs unquantised weights; call load_weights before it")
@@ -186,6 +190,7 @@ class ServedPolicy:
         Raises:
             ValueError: The settings are not those of an engine like this one.
         """
+        self._require_no_session("use_settings")
         self._require_quantising("use_settings")
         own = self._settings_of({})
         # Which places have global scales depends on the other settings.
@@ -226,9 +231,11 @@ class ServedPolicy:
         Raises:
             RuntimeError: The engine is not calibrated.
             ValueError: A parameter is missing, unknown or of another shape, or an expert's weight
-                is NaN or Inf; or a rule has no effect, as weights are not in NVFP4.
+                is NaN or Inf, a session has seen a version as late, or a rule has no effect, as
+                weights are not in NVFP4.
         """
         self._require_calibrated("push_weights")
+        self._require_pushable(policy_version)
         if rule is not None and (
             self._formats.weights.name != "nvfp4"
             or not self._quantises_experts
@@ -243,8 +250,9 @@ class ServedPolicy:
         started = time.perf_counter()
         with self._kept_on_failure():
             self._load(named)
-            digest = self._quantise_weights(rule)
+            digest = self._weights_digest = self._quantise_weights(rule)
             self._policy_version = policy_version
+        self._pushed(policy_version, digest)
         self.seconds["push"] += time.perf_counter() - started
         return digest
 
@@ -272,6 +280,7 @@ class ServedPolicy:
             RuntimeError: As of `calibrate`.
             ValueError: As of `push_weights` and `calibrate`, or the formats have no global scales.
         """
+        self._require_no_session("recalibrate")
         self._require_calibrated("recalibrate")
         if not self._formats.weights.has_global_scale:
             raise ValueError(
@@ -282,7 +291,7 @@ class ServedPolicy:
         with self._kept_on_failure():
             self._load(named)
             self.calibrate(token_batches)
-            digest = self._quantise_weights()
+            digest = self._weights_digest = self._quantise_weights()
             self._policy_version = policy_version
         assert before is not None, "checked above"
         assert self._settings is not None, "just calibrated"
@@ -367,6 +376,7 @@ class ServedPolicy:
         """Puts weights, versions and settings back if what is done inside the context fails."""
         names = (
             "_policy_version",
+            "_weights_digest",
             "_has_plain_weights",
             "_packed",
             "experts_without_calibration",
@@ -470,6 +480,15 @@ class ServedPolicy:
                 f"the rollout called no quantiser at {len(idle)} of {len(self._places())} places: "
                 f"{named}; what computes there bypasses the layer's quantiser"
             )
+
+    def _require_no_session(self, call: str) -> None:
+        """Raises RuntimeError while samples are in flight; here there never are any."""
+
+    def _require_pushable(self, policy_version: int) -> None:
+        """Raises ValueError if samples in flight have seen a version as late; here none have."""
+
+    def _pushed(self, policy_version: int, digest: str) -> None:
+        """Lets samples in flight go on with the weights; here there are none."""
 
     def _forget(self) -> None:
         """Drops what was computed with other weights or scales; here nothing is kept."""

@@ -6,7 +6,7 @@ of a request.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,12 +31,18 @@ class Sampled:
         logprobs: FP32 [R].
         top_tokens: int32 [R, K]; None if not asked for.
         top_logprobs: FP32 [R, K], in falling order.
+        versions: int64 [R]; policy version that sampled each token; None if none was noted.
     """
 
     tokens: torch.Tensor
     logprobs: torch.Tensor
     top_tokens: torch.Tensor | None = None
     top_logprobs: torch.Tensor | None = None
+    versions: torch.Tensor | None = None
+
+    def changed(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Sampled:
+        """Gives a change of every tensor that is there."""
+        return Sampled(**{n: change(value) for n, value in vars(self).items() if value is not None})
 
 
 @dataclass(frozen=True)
@@ -51,11 +57,15 @@ class RowSampler(Sampling):
     The number that decides a token follows from the sample's seed and the token's position, so
     that neither the other samples nor their number change it. Megatron 0.19.2's own sampler has one
     generator for all, samples from the softmax of BF16 logits, and reports log-probs of FP32 ones.
+
+    Attributes:
+        policy_version: Version of the weights that compute, noted of each token; None to note none.
     """
 
     def __init__(self) -> None:
         self._settings = SamplingSettings(max_new_tokens=1)
-        self._seeds: Mapping[int, int] = {}
+        self._seeds: dict[int, int] = {}
+        self.policy_version: int | None = None
         self._steps: list[_Step] = []
         self._num_told = 0
 
@@ -66,8 +76,12 @@ class RowSampler(Sampling):
             settings: How tokens are sampled.
             seeds: Seed of each request, by the engine's id.
         """
-        self._settings, self._seeds = settings, seeds
+        self._settings, self._seeds, self.policy_version = settings, dict(seeds), None
         self._steps, self._num_told = [], 0
+
+    def add(self, seeds: Mapping[int, int]) -> None:
+        """Adds requests to the rollout, with a seed each."""
+        self._seeds |= seeds
 
     def end(self) -> None:
         """Forgets what was sampled."""
@@ -131,6 +145,25 @@ class RowSampler(Sampling):
             )
         ]
 
+    def take(self, request_ids: Iterable[int]) -> dict[int, Sampled]:
+        """Gives what was sampled for some requests, in host memory, and forgets these requests."""
+        every = self.sampled()
+        taken: dict[int, Sampled] = {}
+        for request_id in request_ids:
+            self._seeds.pop(request_id, None)
+            if request_id in every:
+                taken[request_id] = every.pop(request_id)
+        device = self._steps[-1].sampled.tokens.device if self._steps else None
+        self._steps = [
+            _Step(
+                np.full(len(sampled.tokens), request_id),
+                sampled.changed(lambda value: value.to(device)),
+            )
+            for request_id, sampled in every.items()
+        ]
+        self._num_told = len(self._steps)
+        return taken
+
     def sampled(self) -> dict[int, Sampled]:
         """Gives what was sampled since `begin` for each request, in host memory."""
         if not self._steps:
@@ -140,7 +173,7 @@ class RowSampler(Sampling):
         every = [step.sampled for step in self._steps]
         fields = {
             name: torch.cat([getattr(sampled, name) for sampled in every]).cpu()[order]
-            for name in ("tokens", "logprobs", "top_tokens", "top_logprobs")
+            for name in ("tokens", "logprobs", "top_tokens", "top_logprobs", "versions")
             if getattr(every[0], name) is not None
         }
         ids, counts = np.unique(request_ids, return_counts=True)
@@ -164,17 +197,17 @@ class RowSampler(Sampling):
         if settings.logprobs == "raw":
             logprobs = logits.log_softmax(-1)
         chosen = logprobs.gather(1, tokens[:, None])[:, 0]
+        versions = None
+        if self.policy_version is not None:
+            versions = torch.full_like(tokens, self.policy_version, dtype=torch.int64)
         if not settings.top_logprobs:
-            return Sampled(tokens, chosen)
+            return Sampled(tokens, chosen, versions=versions)
         top = logprobs.topk(settings.top_logprobs, dim=-1)
-        return Sampled(tokens, chosen, top.indices.to(torch.int32), top.values)
+        return Sampled(tokens, chosen, top.indices.to(torch.int32), top.values, versions)
 
 
 def _of_rows(request_ids: np.ndarray, sampled: Sampled, rows: np.ndarray) -> _Step:
     if rows.all():
         return _Step(request_ids, sampled)
     index = torch.from_numpy(rows.nonzero()[0]).to(sampled.tokens.device)
-    tops = sampled.top_tokens, sampled.top_logprobs
-    top_tokens, top_logprobs = (None if top is None else top[index] for top in tops)
-    part = Sampled(sampled.tokens[index], sampled.logprobs[index], top_tokens, top_logprobs)
-    return _Step(request_ids[rows], part)
+    return _Step(request_ids[rows], sampled.changed(lambda value: value[index]))

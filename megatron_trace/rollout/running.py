@@ -67,8 +67,6 @@ class Run:
         engine: Megatron's engine.
         context: Its context.
         sampler: Its sampler, begun.
-        prompts: Token ids of each prompt; their numbers are the requests' ids.
-        sample_ids: Name of each sample.
         sampling: How tokens are sampled.
         end_tokens: Tokens that end a turn.
         shares_prefixes: Whether pages of prompts are shared through the prefix cache.
@@ -82,8 +80,6 @@ class Run:
         context: RolloutContext,
         sampler: RowSampler,
         *,
-        prompts: Sequence[Sequence[int]],
-        sample_ids: Sequence[str],
         sampling: SamplingSettings,
         end_tokens: Sequence[int],
         shares_prefixes: bool,
@@ -96,13 +92,42 @@ class Run:
         self._shares_prefixes = shares_prefixes
         self._on_tokens, self._next_turn = on_tokens, next_turn
         self._parameters = sampling.to_megatron(end_tokens[0])
-        self._samples = {
-            number: _Sample(sample_id, list(prompt), len(prompt))
-            for number, (sample_id, prompt) in enumerate(zip(sample_ids, prompts, strict=True))
-        }
-        self._numbers = {sample_id: number for number, sample_id in enumerate(sample_ids)}
+        self._samples: dict[int, _Sample] = {}
+        self._numbers: dict[str, int] = {}
+        self._num_added = 0
         self._aborted: dict[int, bool] = {}
         self._dropped: set[int] = set()
+        self._evictions = -engine.evicted_request_count
+        context.keeps_pages = next_turn is not None
+        context.finished.clear()
+
+    @property
+    def num_evictions(self) -> int:
+        """Requests that lost their pages for a while."""
+        return self._evictions + self._engine.evicted_request_count
+
+    @property
+    def num_unfinished(self) -> int:
+        """Samples that run or wait."""
+        return len(self._engine.requests)
+
+    def next_numbers(self, count: int) -> range:
+        """Gives the numbers, which are the requests' ids, of the samples that are added next."""
+        return range(self._num_added, self._num_added + count)
+
+    def add(self, prompts: Sequence[Sequence[int]], sample_ids: Sequence[str]) -> None:
+        """Begins samples.
+
+        Args:
+            prompts: Token ids of each prompt.
+            sample_ids: Name of each sample.
+        """
+        numbers = self.next_numbers(len(sample_ids))
+        for number, sample_id, prompt in zip(numbers, sample_ids, prompts, strict=True):
+            self._samples[number] = _Sample(sample_id, list(prompt), len(prompt))
+            self._numbers[sample_id] = number
+            self._add(number)
+        self._num_added = numbers.stop
 
     def abort(self, sample_ids: Iterable[str], *, keep: bool) -> None:
         """Ends samples that are running.
@@ -125,30 +150,62 @@ class Run:
             if not self._samples[number].finish_reason:
                 self._aborted[number] = keep
 
-    def serve(self) -> list[Served | None]:
-        """Runs all samples to their end.
-
-        Returns:
-            In the order of the prompts; None where a sample was aborted and dropped.
+    def step(self) -> None:
+        """Does one step of Megatron's engine.
 
         Raises:
             RuntimeError: Megatron's engine refused or lost a request, or makes no progress.
         """
-        self._context.keeps_pages = self._next_turn is not None
-        self._context.finished.clear()
-        for number in self._samples:
+        waiting = len(self._engine.waiting_request_ids)
+        step = self._engine.step_modern()
+        self._stream()
+        for record in step["finished_request_records"]:
+            self._end_turn(record)
+        self._drop_waiting()
+        if not step["finished_request_records"]:
+            self._require_progress(waiting)
+
+    def is_finished(self, sample_ids: Iterable[str]) -> bool:
+        """Whether all of these samples are over."""
+        return not any(
+            self._numbers[sample_id] in self._engine.requests for sample_id in sample_ids
+        )
+
+    def take(self, sample_ids: Iterable[str]) -> list[Served | None]:
+        """Gives samples that are over, and forgets them.
+
+        Args:
+            sample_ids: Their names.
+
+        Returns:
+            In the order of the names; None where a sample was aborted and dropped.
+
+        Raises:
+            RuntimeError: Megatron's engine lost a request.
+        """
+        numbers = [self._numbers.pop(sample_id) for sample_id in sample_ids]
+        sampled = self._sampler.take(numbers)
+        self._context.sites.recorder.forget(numbers)
+        served = [self._served(number, sampled) for number in numbers]
+        for number in numbers:
+            del self._samples[number]
+        return served
+
+    def compute_anew(self) -> None:
+        """Makes the engine compute all that the running samples have so far, with its weights now.
+
+        They keep their tokens and log-probs, and give up their pages, records and states.
+        """
+        running = list(self._engine.requests)
+        for number in running:
+            record, sample = self._engine.requests[number].record, self._samples[number]
+            response = [int(token) for part in record.requests for token in part.generated_tokens]
+            sample.tokens += response
+            sample.given += [0] * len(response)
+        self._evictions += self._engine.evicted_request_count
+        self._engine.reset()
+        for number in running:
             self._add(number)
-        while self._engine.has_unfinished_requests():
-            waiting = len(self._engine.waiting_request_ids)
-            step = self._engine.step_modern()
-            self._stream()
-            for record in step["finished_request_records"]:
-                self._end_turn(record)
-            self._drop_waiting()
-            if not step["finished_request_records"]:
-                self._require_progress(waiting)
-        sampled = self._sampler.sampled()
-        return [self._served(number, sampled) for number in self._samples]
 
     def _require_progress(self, num_waited: int) -> None:
         queue, context = self._engine.waiting_request_ids, self._context
@@ -284,10 +341,13 @@ def _spread(sampled: Sampled, is_sampled: torch.Tensor, response: torch.Tensor) 
     num_tokens = len(response)
     logprobs = torch.zeros(num_tokens)
     logprobs[is_sampled] = sampled.logprobs
+    versions = None
+    if sampled.versions is not None:  # A given token counts to the token before it.
+        versions = sampled.versions[is_sampled.long().cumsum(0) - 1]
     if sampled.top_tokens is None or sampled.top_logprobs is None:
-        return Sampled(response, logprobs)
+        return Sampled(response, logprobs, versions=versions)
     num_top = sampled.top_tokens.shape[1]
     top_tokens = torch.arange(num_top, dtype=torch.int32).repeat(num_tokens, 1)
     top_logprobs = torch.full((num_tokens, num_top), -torch.inf)
     top_tokens[is_sampled], top_logprobs[is_sampled] = sampled.top_tokens, sampled.top_logprobs
-    return Sampled(response, logprobs, top_tokens, top_logprobs)
+    return Sampled(response, logprobs, top_tokens, top_logprobs, versions)

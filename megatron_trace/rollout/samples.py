@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
-from megatron_trace.hints import RolloutSample
+from megatron_trace.hints import RolloutSample, version_spans
 from megatron_trace.rollout.degeneration import DegenerationRule
 from megatron_trace.rollout.report import RolloutReport, counts_of_samples
 from megatron_trace.rollout.running import Served
@@ -25,6 +26,7 @@ def make_sample(
     *,
     has_experts: bool,
     policy_version: int,
+    weights_digests: Mapping[int, str] | None = None,
     settings_digest: str,
     rule: DegenerationRule,
 ) -> RolloutSample:
@@ -34,7 +36,8 @@ def make_sample(
         sample_id: Its name.
         served: What the engine served.
         has_experts: Whether the model has routed experts, whose choice is recorded.
-        policy_version: Version of the weights.
+        policy_version: Version of the weights, unless versions were noted.
+        weights_digests: Digest of the weights of each version that may have been noted.
         settings_digest: Digest of the quantiser settings; empty for BF16.
         rule: When it is flagged as degenerate.
 
@@ -49,6 +52,15 @@ def make_sample(
     response = served.tokens[served.num_prompt_tokens :]
     is_sampled = torch.ones(len(response)) if served.given is None else served.given == 0
     rows = is_sampled.nonzero()[:, 0]
+    spans: dict[str, Any] = {}
+    of_tokens, of_rows = sampled.versions, served.rows.versions
+    if of_tokens is not None and of_rows is not None:
+        versions = torch.cat([of_tokens, of_rows])
+        policy_version = int(versions.min())
+        if (versions > policy_version).any():
+            assert weights_digests is not None, "where versions are noted, they have digests"
+            spans["version_spans"] = version_spans(of_tokens, weights_digests)
+            spans["record_spans"] = version_spans(of_rows, weights_digests)
     return RolloutSample(
         sample_id=sample_id,
         prompt_tokens=served.tokens[: served.num_prompt_tokens],
@@ -64,6 +76,7 @@ def make_sample(
         degeneration=rule.degeneration(
             [response[row] for row in rows.tolist()], sampled.logprobs[rows]
         ),
+        **spans,
     )
 
 

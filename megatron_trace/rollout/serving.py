@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -204,42 +205,81 @@ class Server:
         Raises:
             RuntimeError: Megatron's engine refused or lost a request.
         """
+        run = self.begin(sampling=sampling, keep=keep, on_tokens=on_tokens, next_turn=next_turn)
+        with self.computing():
+            self.add(prompts, sample_ids, seeds)
+            while run.num_unfinished:
+                run.step()
+            served = self.take(sample_ids)
+        self._run = None
+        self._sampler.end()
+        self._prefixes_are_valid = True
+        return served
+
+    def begin(
+        self,
+        *,
+        sampling: SamplingSettings,
+        keep: bool,
+        on_tokens: OnTokens | None = None,
+        next_turn: NextTurn | None = None,
+    ) -> Run:
+        """Begins a rollout without samples, as of `run`; `add`, then steps, within `computing`."""
         is_known = self._prefixes_are_valid and (self._prefixes_are_recorded or not keep)
         if not (self.limits.prefix_caching and is_known):
             self._engine.reset()
             self._prefixes_are_recorded = True
         self._prefixes_are_recorded &= keep
         self.context.counts.clear()
-        self._sampler.begin(sampling, dict(enumerate(seeds)))
-        self.sites.recorder.start(dict(enumerate(sample_ids)), keep=keep)
+        self._sampler.begin(sampling, {})
+        self.sites.recorder.start({}, keep=keep)
         self._run = Run(
             self._engine,
             self.context,
             self._sampler,
-            prompts=prompts,
-            sample_ids=sample_ids,
             sampling=sampling,
             end_tokens=(self.eod_token, *sampling.stop_tokens),
             shares_prefixes=self.limits.prefix_caching,
             on_tokens=on_tokens,
             next_turn=next_turn,
         )
-        evicted_before = self._engine.evicted_request_count
+        return self._run
+
+    @contextlib.contextmanager
+    def computing(self) -> Iterator[None]:
+        """Lets Megatron's engine compute within; after an error all requests are dropped."""
         with (
             compat.inference_mode_of_process(),
             compat.flash_attention_not_needed(),
             global_replay_instances(self.model),
         ):
             try:
-                served = self._run.serve()
+                yield
             except BaseException:
                 self.reset()
                 raise
-        self.context.counts["evictions"] = self._engine.evicted_request_count - evicted_before
-        self._run = None
-        self._sampler.end()
-        self._prefixes_are_valid = True
+
+    def add(
+        self, prompts: Sequence[Sequence[int]], sample_ids: Sequence[str], seeds: Sequence[int]
+    ) -> None:
+        """Adds samples to the running rollout, as of `run`."""
+        assert self._run is not None, "begin comes first"
+        numbers = self._run.next_numbers(len(sample_ids))
+        self._sampler.add(dict(zip(numbers, seeds, strict=True)))
+        self.sites.recorder.add(dict(zip(numbers, sample_ids, strict=True)))
+        self._run.add(prompts, sample_ids)
+
+    def take(self, sample_ids: Sequence[str]) -> list[Served | None]:
+        """Gives samples of the running rollout that are over, and forgets them."""
+        assert self._run is not None, "begin comes first"
+        served = self._run.take(sample_ids)
+        self.context.counts["evictions"] = self._run.num_evictions
         return served
+
+    def note_version(self, policy_version: int) -> None:
+        """Notes of all that is computed from now on in this rollout which weights computed it."""
+        self.sites.recorder.policy_version = policy_version
+        self._sampler.policy_version = policy_version
 
     def abort(self, sample_ids: Iterable[str], *, keep: bool) -> None:
         """Ends samples of the running rollout, see `Run.abort`.
@@ -251,6 +291,10 @@ class Server:
         if self._run is None:
             raise RuntimeError("abort is for on_tokens and next_turn: no rollout is running")
         self._run.abort(sample_ids, keep=keep)
+
+    def serves(self, run: Run) -> bool:
+        """Whether this is the rollout that is running."""
+        return self._run is run
 
     def forget_prefixes(self) -> None:
         """Drops what the prefix cache holds; it is of other weights or settings."""
