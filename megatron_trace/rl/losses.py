@@ -29,6 +29,9 @@ OBJECTIVES: dict[str, Callable[[ResponseTokens, LossSettings], Terms]] = {
     "score_centering": score_centering,
 }
 
+# The squares of e^300, and their sum, are finite in FP64.
+_LARGEST_EXPONENT = 300.0
+
 
 @dataclass(frozen=True)
 class LossSums:
@@ -163,8 +166,8 @@ def _sums(tokens: ResponseTokens, terms: Terms) -> LossSums:
     own = slice(None) if tokens.own is None else tokens.own
     theta, old, rollout = tokens.theta[own], tokens.old[own], tokens.rollout[own]
     delta = old - rollout
-    importance = delta.double().exp()
-    drift = theta - old
+    importance = delta.double().clamp(max=_LARGEST_EXPONENT).exp()
+    drift = (theta - old).double()
     push = delta * tokens.advantage[own].sign()
     sums = {
         "clipped": terms.clipped[own].sum(),
@@ -173,7 +176,7 @@ def _sums(tokens: ResponseTokens, terms: Terms) -> LossSums:
         "masked": terms.masked[own].sum(),
         "ratio": importance.sum(),
         "ratio_squared": importance.square().sum(),
-        "kl_old": (drift.exp() - 1.0 - drift).sum(),
+        "kl_old": (drift.clamp(max=_LARGEST_EXPONENT).expm1() - drift).sum(),
         "kl_rollout": (rollout - theta).sum(),
         "surprise": -rollout.sum(),
         "amplifying": push.clamp(min=0.0).sum(),

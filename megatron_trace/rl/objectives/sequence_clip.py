@@ -25,7 +25,7 @@ import torch
 from megatron_trace.rl.corrections import importance_weights
 from megatron_trace.rl.objectives.settings import LossSettings
 from megatron_trace.rl.objectives.terms import Terms
-from megatron_trace.rl.objectives.values import ResponseTokens
+from megatron_trace.rl.objectives.values import ResponseTokens, ratio_of
 
 TBPO_NEGATIVE_HIGH = 7e-4
 
@@ -69,5 +69,5 @@ def tbpo(tokens: ResponseTokens, settings: LossSettings) -> Terms:
 
 def _sequence_ratio(tokens: ResponseTokens) -> torch.Tensor:
     """Gives [T]: s of the token's sequence, with the token's own gradient."""
-    ratio = torch.exp(tokens.mean_of_sequence(tokens.theta - tokens.old))
+    ratio = ratio_of(tokens.mean_of_sequence(tokens.theta - tokens.old))
     return ratio * torch.exp(tokens.theta - tokens.theta.detach())

@@ -18,13 +18,13 @@ import torch
 from megatron_trace.rl.corrections import importance_weights
 from megatron_trace.rl.objectives.settings import LossSettings
 from megatron_trace.rl.objectives.terms import Terms
-from megatron_trace.rl.objectives.values import ResponseTokens
+from megatron_trace.rl.objectives.values import ResponseTokens, ratio_of
 
 
 def token_clip(tokens: ResponseTokens, settings: LossSettings) -> Terms:
     """Gives the clipped terms of single tokens."""
     weights = importance_weights(tokens, settings)
-    ratio = torch.exp(tokens.theta - tokens.old)
+    ratio = ratio_of(tokens.theta - tokens.old)
     unclipped = ratio * tokens.advantage
     clipped = ratio.clamp(1.0 - settings.clip_low, 1.0 + settings.clip_high) * tokens.advantage
     return Terms(

@@ -13,6 +13,9 @@ import torch
 
 from megatron_trace.training.rounding import NonFiniteError
 
+# Ratios of e^30 have gradients whose squares are finite in FP32, which ends at e^88.
+_LARGEST_EXPONENT = 30.0
+
 
 @dataclass(frozen=True)
 class PolicyBatch:
@@ -78,6 +81,17 @@ class ResponseTokens:
         return self.of_sequence(values) / self.length
 
 
+def ratio_of(drift: torch.Tensor) -> torch.Tensor:
+    """Gives exp(drift), held at e^30, with the gradient of what it gives.
+
+    An Inf that a bound leaves out of the loss would be a NaN in the gradient, 0 * Inf.
+
+    Args:
+        drift: FP32, differentiable; log-probs now less those before the step.
+    """
+    return torch.exp(drift + (drift.detach().clamp(max=_LARGEST_EXPONENT) - drift.detach()))
+
+
 def response_tokens(batch: PolicyBatch) -> ResponseTokens:
     """Gives the response tokens of a micro-batch, sample after sample.
 
@@ -103,6 +117,10 @@ def response_tokens(batch: PolicyBatch) -> ResponseTokens:
         values = getattr(tokens, name)
         if values is not None and not torch.isfinite(values).all():
             raise NonFiniteError(f"{name} must be finite at every response token; got NaN or Inf")
+    top = tokens.top_rollout
+    # -Inf says that there is no such token.
+    if top is not None and (top.isnan() | top.isposinf()).any():
+        raise NonFiniteError("top_rollout must be finite or -Inf; got NaN or Inf")
     return tokens
 
 

@@ -288,6 +288,53 @@ def test_a_nan_is_an_error_of_its_own(name):
         policy_loss(PolicyBatch(**values), num_units=8, settings=settings_of("score_centering"))
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_likely_token_of_the_rollout_without_a_probability_is_an_error(value):
+    values = vars(random_batch()) | {}
+    values["top_rollout"] = values["top_rollout"] * value
+    values["top_rollout"][:, :, 1:] = -math.inf
+    values["top_rollout"][0, 0, 0] = value
+    with pytest.raises(NonFiniteError, match="top_rollout must be finite or -Inf"):
+        policy_loss(PolicyBatch(**values), num_units=8, settings=settings_of("score_centering"))
+
+
+@pytest.mark.parametrize("drift", [89.0, 400.0])
+@pytest.mark.parametrize("objective", ["grpo", "gspo", "tbpo"])
+def test_a_ratio_beyond_fp32_that_a_bound_leaves_out_has_no_gradient(objective, drift):
+    """exp(89) is Inf in FP32, and Inf times the bound's gradient of 0 is NaN."""
+    theta = torch.full((1, 3), -1.0, requires_grad=True)
+    before = theta.detach() - drift
+    batch = PolicyBatch(theta, before, before, torch.ones(1), torch.ones(1, 3).bool())
+    loss, sums = policy_loss(batch, num_units=3, settings=settings_of(objective))
+    loss.backward()
+    assert torch.equal(theta.grad, torch.zeros(1, 3))
+    assert math.isfinite(loss.item())
+    assert all(value is None or math.isfinite(value) for value in sums.means().values())
+
+
+@pytest.mark.parametrize("drift", [89.0, 400.0])
+@pytest.mark.parametrize("objective", ["grpo", "gspo"])
+def test_a_ratio_beyond_fp32_that_nothing_bounds_has_a_gradient_whose_norm_is_known(
+    objective, drift
+):
+    theta = torch.full((1, 3), -1.0, requires_grad=True)
+    before = theta.detach() - drift
+    batch = PolicyBatch(theta, before, before, -torch.ones(1), torch.ones(1, 3).bool())
+    policy_loss(batch, num_units=3, settings=settings_of(objective))[0].backward()
+    assert (theta.grad > 1e10).all()
+    assert torch.isfinite(theta.grad.norm())
+
+
+def test_rollout_probabilities_far_from_the_trainers_leave_finite_metrics():
+    theta = torch.full((1, 3), -1.0, requires_grad=True)
+    batch = PolicyBatch(
+        theta, theta.detach(), theta.detach() - 400.0, torch.ones(1), torch.ones(1, 3).bool()
+    )
+    means = policy_loss(batch, num_units=3, settings=settings_of("grpo"))[1].means()
+    assert math.isfinite(means["importance_ratio_std"])
+    assert means["importance_capped_share"] == 1.0
+
+
 def test_rho_asym_and_entropy_equal_hand_computed_values():
     # log(old / rollout): log 2 and -log 4 with A = +1, -log 8 with A = -1, log 16 with A = 0.
     # Amplifying log 2 + log 8 = 4 log 2, damping log 4 = 2 log 2.
