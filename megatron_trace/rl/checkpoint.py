@@ -144,9 +144,11 @@ def resume(run: RlRun, checkpoint: str | Path, *, identity: Mapping[str, Any]) -
 def saved_run(checkpoint: str | Path) -> tuple[RunSettings, dict[str, Any]]:
     """Gives the settings of the run that a checkpoint is of, and its identity (see `save`).
 
+    Settings that did not exist yet when it was saved have their defaults.
+
     Raises:
-        ValueError: The checkpoint is truncated or of something else, or of another version of the
-            settings.
+        ValueError: The checkpoint is truncated or of something else, or has settings that do not
+            exist any more.
     """
     identity = _verified_record(Path(checkpoint))["identity"]
     nested = {
@@ -156,7 +158,8 @@ def saved_run(checkpoint: str | Path) -> tuple[RunSettings, dict[str, Any]]:
         "optimizer": OptimizerSettings,
     }
     try:
-        values = {field.name: identity[field.name] for field in fields(RunSettings)}
+        names = [field.name for field in fields(RunSettings) if field.name in identity]
+        values = {name: identity[name] for name in names}
         for name, kind in nested.items():
             values[name] = kind(**{key: _tupled(value) for key, value in values[name].items()})
         return RunSettings(**values), identity
