@@ -1,0 +1,85 @@
+"""The program that compares recipes on a run of the demo."""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+
+
+def load(name, path):
+    spec = importlib.util.spec_from_file_location(name, ROOT / path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # Dataclasses look for their module.
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def tool():
+    return load("ptq_tool", "tools/ptq.py")
+
+
+@pytest.fixture(scope="module")
+def run_folder(tmp_path_factory):
+    """A BF16 run of the demo, of one step on few problems."""
+    from megatron_trace.testing.single_process import single_process
+
+    demo = load("tiny_rl_demo", "examples/tiny_rl/run.py")
+    output = tmp_path_factory.mktemp("demo")
+    flags = "--warm-start-steps 2 --prompts 2 --samples 2 --held-out 8 --save-every 1 --steps 1"
+    options = demo.parse_options([*flags.split(), "--runs", "bf16", "--output", str(output)])
+    with pytest.MonkeyPatch.context() as patch, single_process(seed=0):
+        patch.setattr(demo, "TASK_SIZE", 300)
+        demo.do_all_runs(options)
+    return output / "seed-0" / "bf16"
+
+
+def test_the_program_asks_the_same_problems_under_every_recipe(
+    tool, run_folder, monkeypatch, capsys
+):
+    monkeypatch.setattr(sys, "argv", ["ptq.py", "--run", str(run_folder), "--calibration", "16"])
+    tool.main()
+    printed = capsys.readouterr().out
+    assert "method bf16, 8 held-out problems" in printed
+    results = {one["recipe"]: one for one in json.loads((run_folder / "ptq.json").read_text())}
+    assert list(results) == ["bf16", "vanilla", "4over6", "mse", "h_scale"]
+    assert {one["asked"] for one in results.values()} == {8}
+    for one in results.values():
+        assert one["right"] == results["bf16"]["right"] - one["lost"] + one["gained"]
+    assert results["mse"]["weight_error"] < results["vanilla"]["weight_error"]
+    assert results["h_scale"]["output_error"] < results["mse"]["output_error"]
+
+
+def test_another_prompt_file_is_refused(tool, run_folder, tmp_path, monkeypatch):
+    tasks = (run_folder.parents[1] / "tasks.jsonl").read_text()
+    (tmp_path / "tasks.jsonl").write_text(tasks + tasks.splitlines()[0] + "\n")
+    flags = ["--run", str(run_folder), "--tasks", str(tmp_path / "tasks.jsonl")]
+    monkeypatch.setattr(sys, "argv", ["ptq.py", *flags])
+    with pytest.raises(SystemExit, match="is not the prompt file of the run"):
+        tool.main()
+
+
+def test_more_problems_than_were_held_out_are_refused(tool, run_folder, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["ptq.py", "--run", str(run_folder), "--held-out", "9"])
+    with pytest.raises(SystemExit, match="must be 1 to 8"):
+        tool.main()
+
+
+@pytest.mark.parametrize(
+    ("lost", "gained", "p"), [(0, 0, 1.0), (5, 0, 2 / 32), (0, 5, 2 / 32), (3, 1, 10 / 16)]
+)
+def test_sign_test_by_hand(tool, lost, gained, p):
+    assert tool.sign_test(lost, gained) == pytest.approx(p)
+
+
+def test_wilsons_interval_by_hand(tool):
+    # 8 of 10: (.8 + .1921 +- 1.96 sqrt(.016 + .0096)) / 1.3841.
+    assert tool.wilson(8, 10) == pytest.approx((0.4902, 0.9433), abs=1e-4)
+    assert tool.wilson(0, 10)[0] == 0.0
+    assert tool.wilson(10, 10)[1] == pytest.approx(1.0)

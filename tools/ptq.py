@@ -1,0 +1,291 @@
+"""Quantises a policy of the demo after its training, and asks held-out problems of what serves.
+
+    python tools/ptq.py --run out/tiny_rl/seed-0/bf16
+    python tools/ptq.py --run out/tiny_rl/seed-0/bf16 --recipe vanilla h_scale --held-out 100
+
+The run's latest checkpoint is loaded. Its BF16 weights are served in BF16, then by an engine in
+deployment precision (W4A4 experts, KV4 cache) under each recipe, which differ in the scales of the
+experts' weights alone; scales of activations and cache, and the Hessians of h_scale, are those of
+the same calibration tokens. Decoding is greedy, so that every recipe answers the same problems.
+
+`lost` and `gained` are problems that the policy solves in BF16 only, and under the recipe only; p
+is the probability of so uneven a split by chance (exact sign test). The errors are sums over all
+experts, as shares of vanilla's: of the weights, and of their outputs on the calibration tokens.
+"""
+
+# ruff: noqa: E402  The stand-in for the CUDA runtime must be installed before Megatron is imported.
+from __future__ import annotations
+
+import logging
+import warnings
+
+from megatron_trace.testing import cpu_runtime
+
+cpu_runtime.install()
+if __name__ == "__main__":  # Megatron and torch announce deprecations of their own parts.
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.WARNING)
+
+import argparse
+import dataclasses
+import hashlib
+import json
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from megatron_trace.config import TraceConfig
+from megatron_trace.formats.packed_matrix import PackedMatrix
+from megatron_trace.models.hybrid import named_expert_linears
+from megatron_trace.ptq.hessian import LocalHessian, calibrate_with_hessians
+from megatron_trace.ptq.recipes import RECIPES
+from megatron_trace.ptq.weights import block_errors
+from megatron_trace.rl import checkpoint
+from megatron_trace.rl.run import RlRun, build_run, calibration_batches, solved
+from megatron_trace.rl.tasks import END_TOKEN, CharTokenizer, TaskItem, load_tasks, split_tasks
+from megatron_trace.rollout.engine import RolloutEngine
+from megatron_trace.rollout.weights import MatrixPlace
+from megatron_trace.testing.single_process import single_process, tiny_moe_config
+
+_Z = 1.959964
+_HEADS: tuple[str, ...] = (
+    "recipe",
+    "right",
+    "accuracy",
+    "95%",
+    "lost",
+    "gained",
+    "p",
+    "weights",
+    "outputs",
+    "s",
+)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one recipe showed.
+
+    Attributes:
+        recipe: Its name; `bf16` is the policy as it was trained.
+        right: Problems that were solved.
+        asked: Problems that were asked.
+        low: Lower end of the 95 % interval of the share (Wilson).
+        high: Upper end.
+        lost: Problems solved in BF16 only.
+        gained: Problems solved under the recipe only.
+        p: Of the exact sign test on these two; 1 without any.
+        weight_error: Squared error of the experts' weights.
+        output_error: The same, weighted by the Hessians.
+        seconds: Of choosing scales and pushing.
+    """
+
+    recipe: str
+    right: int
+    asked: int
+    low: float
+    high: float
+    lost: int = 0
+    gained: int = 0
+    p: float = 1.0
+    weight_error: float = 0.0
+    output_error: float = 0.0
+    seconds: float = 0.0
+
+
+def main() -> None:
+    """Prints a table, and writes it as `ptq.json` into the run's folder."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--run", type=Path, required=True, help="folder of a run of the demo")
+    parser.add_argument("--recipe", nargs="+", choices=RECIPES, default=list(RECIPES))
+    parser.add_argument("--tasks", type=Path, help="prompt file (default: tasks.jsonl two above)")
+    parser.add_argument("--held-out", type=int, help="problems (default: those of the run)")
+    parser.add_argument("--calibration", type=int, default=256, help="samples (default 256)")
+    parser.add_argument("--output", type=Path, help="default: ptq.json in the run's folder")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    try:
+        with single_process(seed=0):
+            results = compare(
+                args.run, args.recipe, args.tasks, args.held_out, num_calibration=args.calibration
+            )
+        print(table(results))
+        output = args.output or args.run / "ptq.json"
+        output.write_text(json.dumps([dataclasses.asdict(r) for r in results], indent=1) + "\n")
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"error: {error}") from None
+    print(f"{output} holds the same")
+
+
+def compare(
+    folder: Path,
+    recipes: Sequence[str],
+    tasks: Path | None = None,
+    num_held_out: int | None = None,
+    *,
+    num_calibration: int = 256,
+) -> list[Result]:
+    """Gives what the policy of a run shows in BF16 and under recipes.
+
+    Args:
+        folder: Folder of the run.
+        recipes: Names of the recipes.
+        tasks: Its prompt file; None for the one beside the seeds' folders.
+        num_held_out: Problems that are asked, no more than the run held out; None for all of them.
+        num_calibration: Training items that calibrate.
+
+    Raises:
+        ValueError: The run has no checkpoint, the prompt file is not the run's, or more problems
+            are to be asked than it held out.
+    """
+    saved = checkpoint.latest(folder / "checkpoints")
+    settings, identity = checkpoint.saved_run(saved)
+    path = tasks or folder.parent.parent / "tasks.jsonl"
+    train_items, held_out = _items(path, identity, num_held_out)
+    run = build_run(
+        settings,
+        tiny_moe_config(identity["pattern"]),
+        pattern=identity["pattern"],
+        items=train_items,
+        tokenizer=CharTokenizer.of_tasks(load_tasks(path)),
+    )
+    checkpoint.resume(run, saved, identity=identity)
+    weights = run.named_weights()
+    print(f"{saved}: method {settings.trace.method}, {len(held_out)} held-out problems", flush=True)
+    run.engine = _engine(run, identity["pattern"], TraceConfig(method="bf16"))
+    run.engine.push_weights(weights, policy_version=0)
+    in_bf16 = solved(run, held_out)
+    results = [_result("bf16", in_bf16)]
+    engine = run.engine = _engine(run, identity["pattern"], TraceConfig(method="qat"), keep=True)
+    engine.load_weights(weights)
+    calibration = calibration_batches(train_items, run.tokenizer, num_samples=num_calibration)
+    hessians = calibrate_with_hessians(engine, calibration)
+    for name in recipes:
+        started = time.perf_counter()
+        engine.push_weights(weights, policy_version=0, rule=RECIPES[name].rule(hessians))
+        seconds = time.perf_counter() - started
+        answers = solved(run, held_out)
+        lost = sum(before and not after for before, after in zip(in_bf16, answers, strict=True))
+        gained = sum(after and not before for before, after in zip(in_bf16, answers, strict=True))
+        weight_error, output_error = _errors(engine, weights, hessians)
+        results.append(
+            dataclasses.replace(
+                _result(name, answers),
+                lost=lost,
+                gained=gained,
+                p=sign_test(lost, gained),
+                weight_error=weight_error,
+                output_error=output_error,
+                seconds=seconds,
+            )
+        )
+    return results
+
+
+def table(results: Sequence[Result]) -> str:
+    """Gives the results as text; errors as shares of vanilla's, or as they are without it."""
+    vanilla = next((r for r in results if r.recipe == "vanilla"), None)
+    rows = [list(_HEADS)]
+    for r in results:
+        row = [r.recipe, f"{r.right}/{r.asked}", f"{r.right / r.asked:.3f}"]
+        row += [f"{r.low:.3f}-{r.high:.3f}"]
+        if r.recipe == "bf16":
+            rows.append([*row, "", "", "", "", "", ""])
+            continue
+        errors = [r.weight_error, r.output_error]
+        if vanilla is not None:
+            errors = [r.weight_error / vanilla.weight_error, r.output_error / vanilla.output_error]
+        row += [str(r.lost), str(r.gained), f"{r.p:.3f}", *(f"{e:.4g}" for e in errors)]
+        rows.append([*row, f"{r.seconds:.1f}"])
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return "\n".join(
+        "  ".join(
+            cell.rjust(width) if column else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    )
+
+
+def sign_test(lost: int, gained: int) -> float:
+    """Gives the two-sided probability of a split at least as uneven, if both were as likely."""
+    total, least = lost + gained, min(lost, gained)
+    tail = sum(math.comb(total, k) for k in range(least + 1)) / 2**total
+    return min(1.0, 2 * tail)
+
+
+def wilson(right: int, asked: int) -> tuple[float, float]:
+    """Gives the 95 % interval of a share by Wilson's score."""
+    share, z2 = right / asked, _Z**2
+    middle = (share + z2 / (2 * asked)) / (1 + z2 / asked)
+    half = _Z * math.sqrt(share * (1 - share) / asked + z2 / (4 * asked**2)) / (1 + z2 / asked)
+    return max(0.0, middle - half), min(1.0, middle + half)
+
+
+def _result(recipe: str, answers: Sequence[bool]) -> Result:
+    low, high = wilson(sum(answers), len(answers))
+    return Result(recipe, sum(answers), len(answers), low, high)
+
+
+def _items(
+    path: Path, identity: Mapping[str, object], num_held_out: int | None
+) -> tuple[list[TaskItem], list[TaskItem]]:
+    own = identity["held_out"]
+    assert isinstance(own, int), "the demo's identity counts its held-out problems"
+    if "tasks_sha256" in identity:
+        found = hashlib.sha256(path.read_bytes()).hexdigest()
+        if found != identity["tasks_sha256"]:
+            raise ValueError(f"{path} is not the prompt file of the run; name it with --tasks")
+    if num_held_out is not None and not 0 < num_held_out <= own:
+        raise ValueError(
+            f"--held-out must be 1 to {own}, the problems that the run did not train on; got "
+            f"{num_held_out}"
+        )
+    train_items, held_out = split_tasks(load_tasks(path), num_held_out=own, seed=0)
+    return train_items, held_out[:num_held_out]
+
+
+def _engine(run: RlRun, pattern: str, trace: TraceConfig, *, keep: bool = False) -> RolloutEngine:
+    settings = run.settings
+    return RolloutEngine(
+        tiny_moe_config(pattern),
+        pattern=pattern,
+        vocab_size=run.tokenizer.vocab_size,
+        max_sequence_length=settings.context,
+        trace=trace,
+        eod_token=END_TOKEN,
+        max_requests=settings.max_requests,
+        keep_packed_weights=keep,
+    )
+
+
+def _errors(
+    engine: RolloutEngine,
+    weights: Mapping[str, torch.Tensor],
+    hessians: Mapping[MatrixPlace, LocalHessian],
+) -> tuple[float, float]:
+    """Gives the squared error of the experts' weights that serve, plain and by the Hessians."""
+    packed: Mapping[MatrixPlace, PackedMatrix] = engine.quantised_model()[1]
+    names = {id(p): name for name, p in engine.model.named_parameters()}
+    plain, weighted = 0.0, 0.0
+    for layer in engine.layers:
+        for expert, matrix, linear in named_expert_linears(layer):
+            place = layer.index, expert, matrix
+            weight = weights[names[id(linear.weight)]].bfloat16()
+            mean = hessians[place].mean()
+            plain += float(block_errors(weight, packed[place]).sum())
+            if mean is not None:
+                weighted += hessians[place].num_rows * float(
+                    block_errors(weight, packed[place], mean).sum()
+                )
+    return plain, weighted
+
+
+if __name__ == "__main__":
+    main()
