@@ -10,4 +10,5 @@ step evaluate "$TRAIN_NODES" "${WORKERS_PER_NODE:-$GPUS_PER_NODE}" launch/worker
     --rollout-tasks="$EVALUATE_TASKS" --evaluate-output="$output" --evaluate-settings="$RUN" \
     --evaluate-num-shares=$((TRAIN_NODES * ${WORKERS_PER_NODE:-$GPUS_PER_NODE}))
 finish "${STEP:-}" || over 1
+((DRY_RUN)) || [[ -f $output/evaluation.json ]] || over 1 # Workers of a paused run end without an error.
 over 0
