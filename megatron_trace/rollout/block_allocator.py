@@ -44,6 +44,12 @@ class WrittenOnceAllocator(KVBlockAllocator):
             self.num_written[blocks.numpy()] = 0
         return blocks
 
+    def make_available(self, num_blocks: int) -> None:
+        """Drops pages that only the prefix cache holds, until so many are free or none is left."""
+        if self.enable_prefix_caching and self.total_avail < num_blocks:
+            missing = num_blocks - self.total_avail
+            self.evict_lru_blocks(min(missing, int(self.get_evictable_block_count())))
+
     def register_kv_block_hashes(
         self,
         block_ids: list[int],

@@ -185,6 +185,15 @@ class RolloutContext(DynamicInferenceContext):
                 self.finished[request_id] = self._saved(index, to_continue=self.keeps_pages)
         return super().update_requests(active_requests_mask, *args, **kwargs)
 
+    def resume_paused_requests(self, *args: Any, **kwargs: Any) -> Any:
+        """Gives pages to paused requests (Megatron's hook).
+
+        Megatron 0.19.2 takes pages for used that only the prefix cache holds: it evicts requests
+        that could have them, and fails where all requests of a step need a page.
+        """
+        self.kv_block_allocator.make_available(int(self.paused_request_count))
+        return super().resume_paused_requests(*args, **kwargs)
+
     def evict_overflow_paused_requests(self, *args: Any, **kwargs: Any) -> Any:
         """Takes pages from paused requests (Megatron's hook); their rows are saved."""
         self._evicts = True

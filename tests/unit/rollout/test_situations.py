@@ -78,6 +78,18 @@ def test_a_prefix_that_was_dropped_for_others_and_computed_again_has_its_records
     assert 0 < engine.report.prefix_tokens < SAMPLES * FOUND
 
 
+@pytest.mark.parametrize("max_requests", [1, 2])
+def test_pages_that_only_the_prefix_cache_holds_go_to_running_requests(weights, max_requests):
+    """Each request ends in its third page, while the cache holds the first page of earlier ones."""
+    prompts = random_prompts(6, shortest=30, longest=30)
+    small = _engine(
+        weights, prefix_caching=True, max_requests=max_requests, cache_tokens=max_requests * 64
+    )
+    found = roll_out(small, prompts, max_new_tokens=6, greedy=True)
+    assert small.report.num_evictions == 0
+    assert_same_rollout(found, roll_out(_engine(weights), prompts, max_new_tokens=6, greedy=True))
+
+
 def test_prefixes_are_forgotten_when_weights_are_pushed(weights, other_weights, expected):
     engine = _engine(weights, prefix_caching=True)
     _again(engine)
