@@ -141,7 +141,7 @@ programs() {
         --samples-per-prompt "$SAMPLES_PER_PROMPT" --publish-every "$PUBLISH_EVERY"
         --max-lag "$MAX_LAG" --lease-s "${LEASE_S:-60}")
     WORKER=(launch/worker.sh --rollout-worker "$PYTHON" examples/rollout_worker.py "${MODEL_FLAGS[@]}"
-        "${ROLLOUT_FLAGS[@]}" --load="$START" --rollout-tasks="$TASKS" --rollout-run="$RUN")
+        "${ROLLOUT_FLAGS[@]}" ${WORKER_FLAGS[@]+"${WORKER_FLAGS[@]}"} --load="$START" --rollout-tasks="$TASKS" --rollout-run="$RUN")
     TRAINER=(launch/rank.sh "$PYTHON" examples/pretrain_trace.py "${MODEL_FLAGS[@]}" "${TRAIN_FLAGS[@]}"
         --trace-hint-dir="$RUN" --pretrained-checkpoint="$START" --load="$RUN/checkpoints"
         --save="$RUN/checkpoints" --save-interval="$PUBLISH_EVERY" --train-iters="$STEPS_OF_RUN"

@@ -13,6 +13,7 @@ while :; do
     status=$?
     ((status == 0)) && exit 0
     [[ -e $RUN/paused ]] && exit 0
+    ((status == 2)) && exit 2 # A flag that the program does not know: the next life would not either.
     losses=$((losses + 1))
     if ((losses > ${MAX_LOSSES:-10})); then
         echo "worker $name was lost $losses times, the last time with status $status: giving up"

@@ -37,7 +37,8 @@ PROMPTS_PER_BATCH=2 SAMPLES_PER_PROMPT=4 BATCHES_PER_STEP={batches} MAX_LAG={max
 RESPAWN_S=0
 export RESPAWN_S
 MODEL_FLAGS=(@{model} @launch/cpu.args @launch/trace.args)
-ROLLOUT_FLAGS=(--rollout-max-response-tokens=4 --rollout-poll-s=0.3)
+ROLLOUT_FLAGS=(--rollout-max-response-tokens=4)
+WORKER_FLAGS=(--rollout-poll-s=0.3)
 TRAIN_FLAGS=(--micro-batch-size=4 --lr=1e-3 --log-interval=1 --eval-iters=0
     --use-distributed-optimizer --dist-ckpt-optim-fully-reshardable)
 {more}
