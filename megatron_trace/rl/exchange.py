@@ -34,6 +34,7 @@ from megatron_trace.hints.folder import version_folders
 from megatron_trace.hints.settings_file import SETTINGS_FILE, settings_record
 from megatron_trace.hints.types import QuantizerSettings
 from megatron_trace.rl.rollout_folder import Reward
+from megatron_trace.rl.staleness import batches_in_reach
 
 RUN_FILE = "run.json"
 CHECKPOINTS = "checkpoints"
@@ -273,9 +274,13 @@ class Exchange:
         if self.paused:
             raise PausedError(f"{self.folder} is paused")
         version = self.published_version()
-        per_step = self.settings.batches_per_step
-        end = min((version + self.settings.max_lag + 1) * per_step, self.settings.num_batches)
-        for number in range(version * per_step, end):
+        reach = batches_in_reach(
+            version,
+            self.settings.max_lag,
+            num_batches=self.settings.num_batches,
+            batches_per_step=self.settings.batches_per_step,
+        )
+        for number in reach:
             if self.is_complete(number):
                 continue
             path = self.folder / _CLAIMS / f"b{number:08d}.json"
