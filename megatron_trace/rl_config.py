@@ -8,6 +8,7 @@ from typing import Literal, get_args
 Objective = Literal["auto", "grpo", "dapo", "gspo", "tbpo", "score_centering"]
 Correction = Literal["auto", "none", "tis", "icepop", "mis_token", "mis_sequence"]
 StaleSamples = Literal["drop", "error"]
+StaleBy = Literal["oldest", "token"]
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,8 @@ class LossConfig:
         max_lag: Most policy versions that a sample may be older than the policy it trains; no bound
             where it is left out.
         stale_samples: What happens to older samples: `drop` (left out, counted) or `error`.
+        stale_by: What of a sample that several versions made is too old: all of it by its `oldest`
+            version, or each `token` by the one that sampled it.
     """
 
     objective: Objective = "auto"
@@ -46,6 +49,7 @@ class LossConfig:
     center_top_k: int | None = None
     max_lag: int | None = None
     stale_samples: StaleSamples = "drop"
+    stale_by: StaleBy = "oldest"
 
     def __post_init__(self) -> None:
         """Raises ValueError on a value out of range or on contradictory settings."""
@@ -53,6 +57,7 @@ class LossConfig:
             ("objective", Objective),
             ("correction", Correction),
             ("stale_samples", StaleSamples),
+            ("stale_by", StaleBy),
         ):
             known, value = get_args(choices), getattr(self, name)
             if value not in known:
@@ -76,11 +81,12 @@ class LossConfig:
             value = getattr(self, name)
             if value is not None and not ok(value):
                 raise ValueError(f"{name} must be {expected}; got {value}")
-        if self.stale_samples != "drop" and self.max_lag is None:
-            raise ValueError(
-                f"stale_samples={self.stale_samples} has no effect without max_lag, as no sample "
-                "is too old then; set max_lag or leave it out"
-            )
+        for name, default in (("stale_samples", "drop"), ("stale_by", "oldest")):
+            if getattr(self, name) != default and self.max_lag is None:
+                raise ValueError(
+                    f"{name}={getattr(self, name)} has no effect without max_lag, as no sample is "
+                    "too old then; set max_lag or leave it out"
+                )
 
     @property
     def given(self) -> dict[str, object]:
