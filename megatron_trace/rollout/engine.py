@@ -263,6 +263,7 @@ class RolloutEngine(ServedPolicy):
         return session
 
     def _require_pushable(self, policy_version: int) -> None:
+        self._require_not_generating("push_weights")
         if self.session is not None:
             self.session.require_later(policy_version)
 
@@ -311,9 +312,17 @@ class RolloutEngine(ServedPolicy):
         return samples
 
     def _require_no_session(self, call: str) -> None:
+        self._require_not_generating(call)
         if self.session is not None:
             raise RuntimeError(
                 f"{call} while a session is open, whose samples are in flight; close it before"
+            )
+
+    def _require_not_generating(self, call: str) -> None:
+        if self.session is None and self._server.is_running:
+            raise RuntimeError(
+                f"{call} from a callback of generate, whose samples are in flight and of one "
+                "version; call it after generate, or open a session"
             )
 
     def _store(self, store: HintSink, samples: list[RolloutSample], records: list[Records]) -> None:

@@ -141,7 +141,7 @@ class ServedPolicy:
             named: BF16 or FP32 parameters by name.
 
         Raises:
-            RuntimeError: A session is open.
+            RuntimeError: A session is open, or `generate` runs.
             ValueError: A parameter is missing, unknown or of another shape.
         """
         self._require_no_session("load_weights")

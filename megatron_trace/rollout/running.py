@@ -245,10 +245,11 @@ class Run:
         sample.num_turns += 1
         ended = response[-1] in self._end_tokens
         sample.rows = self._context.finished.pop(number)
-        if number in self._aborted:
+        goes_on = ended and number not in self._aborted
+        more = self._tokens_of_next_turn(sample) if goes_on else None
+        if number in self._aborted:  # `next_turn` may have done it.
             sample.finish_reason = "abort"
             return
-        more = self._tokens_of_next_turn(sample) if ended else None
         if not more:
             sample.finish_reason = "stop" if ended else "length"
             return
@@ -266,7 +267,8 @@ class Run:
         turn = Turn(
             sample.sample_id, tuple(sample.tokens), sample.num_prompt_tokens, sample.num_turns
         )
-        more = [int(token) for token in self._next_turn(turn) or ()]
+        answer = self._next_turn(turn)
+        more = [] if answer is None else [int(token) for token in answer]
         vocab_size = self._engine.controller.vocab_size
         if more and not 0 <= min(more) <= max(more) < vocab_size:
             raise ValueError(

@@ -7,6 +7,7 @@ tokens that are kept.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -57,7 +58,12 @@ class SamplingSettings:
         """Raises ValueError on a value out of range or on contradictory settings."""
         for name, ok, expected in (
             ("max_new_tokens", self.max_new_tokens >= 1, ">= 1"),
-            ("temperature", self.temperature > 0, "> 0 (greedy=True takes the best token)"),
+            # Logits divided by less may leave FP32.
+            (
+                "temperature",
+                1e-6 <= self.temperature < math.inf,
+                "at least 1e-6 (greedy=True takes the best token) and finite",
+            ),
             ("top_p", 0 <= self.top_p <= 1, "from 0 to 1"),
             ("top_k", self.top_k >= 0, ">= 0"),
             ("logprobs", self.logprobs in ("sampling", "raw"), "sampling or raw"),
@@ -138,7 +144,7 @@ def uniform_numbers(seeds: Sequence[int], positions: np.ndarray) -> np.ndarray:
     Source: SplitMix64 (Steele, Lea, Flood 2014) as a counter-based generator: its state after
     `position` steps, scrambled twice.
     """
-    states = np.array([seed % _UINT64 for seed in seeds], dtype=np.uint64)
+    states = np.array([int(seed) % _UINT64 for seed in seeds], dtype=np.uint64)
     with np.errstate(over="ignore"):
         states = _scrambled(states) + positions.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     return (_scrambled(states) >> np.uint64(14)).astype(np.float64) * 2.0**-50

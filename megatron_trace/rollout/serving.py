@@ -292,6 +292,11 @@ class Server:
             raise RuntimeError("abort is for on_tokens and next_turn: no rollout is running")
         self._run.abort(sample_ids, keep=keep)
 
+    @property
+    def is_running(self) -> bool:
+        """Whether a rollout is running."""
+        return self._run is not None
+
     def serves(self, run: Run) -> bool:
         """Whether this is the rollout that is running."""
         return self._run is run

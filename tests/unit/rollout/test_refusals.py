@@ -108,7 +108,9 @@ def _build(trace, **overrides):
     ("settings", "message"),
     [
         ({"max_new_tokens": 0}, "max_new_tokens must be >= 1"),
-        ({"temperature": 0.0}, r"temperature must be > 0 \(greedy=True"),
+        ({"temperature": 0.0}, r"temperature must be at least 1e-6 \(greedy=True"),
+        ({"temperature": 1e-40}, "temperature must be at least 1e-6"),
+        ({"temperature": float("inf")}, "temperature must be .* finite"),
         ({"top_p": 1.5}, "top_p must be from 0 to 1"),
         ({"top_k": -1}, "top_k must be >= 0"),
         ({"logprobs": "model"}, "logprobs must be sampling or raw"),
@@ -220,6 +222,37 @@ def test_a_foreign_quantiser_with_our_backend_cannot_run(weights):
     quantiser.enable()
     with pytest.raises(RuntimeError, match="ran outside the sites of TRACE"):
         roll_out(engine, [[1, 2]])
+
+
+@pytest.mark.parametrize(
+    "call", ["push_weights", "load_weights", "calibrate", "generate", "open_session"]
+)
+def test_what_would_change_a_running_rollout_is_refused_in_its_callbacks(
+    trace_engine, weights, other_weights, call
+):
+    trace_engine.push_weights(weights, 0)
+    expected = roll_out(trace_engine, [[1, 2]])
+    digest, sampling = trace_engine._weights_digest, SamplingSettings(max_new_tokens=6)
+    calls = {
+        "push_weights": lambda: trace_engine.push_weights(other_weights, 1),
+        "load_weights": lambda: trace_engine.load_weights(other_weights),
+        "calibrate": lambda: trace_engine.calibrate([]),
+        "generate": lambda: roll_out(trace_engine, [[3]]),
+        "open_session": lambda: trace_engine.open_session(
+            store=None, sampling=sampling, on_push="keep"
+        ),
+    }
+    with pytest.raises(RuntimeError, match=f"{call} from a callback of generate"):
+        trace_engine.generate(
+            [[1, 2]],
+            ["s0"],
+            store=None,
+            sampling=sampling,
+            seed=0,
+            on_tokens=lambda tokens: calls[call](),
+        )
+    assert trace_engine._weights_digest == digest
+    assert_same_rollout(roll_out(trace_engine, [[1, 2]]), expected)
 
 
 @pytest.mark.parametrize("step", [0, 2])

@@ -224,6 +224,39 @@ def test_the_rows_of_a_turn_are_those_that_its_tokens_were_sampled_with(trace_en
     assert compared > 0
 
 
+@pytest.mark.parametrize("more", [None, GIVEN], ids=["ends", "goes_on"])
+@pytest.mark.parametrize("keep", [True, False], ids=["kept", "dropped"])
+@pytest.mark.usefixtures("exact_products")
+def test_a_sample_can_be_aborted_by_its_own_turn(trace_engine, usual, keep, more):
+    stopped = [sample for sample in usual[0] if sample.finish_reason == "stop"]
+    assert stopped, "else no turn is asked for"
+
+    def next_turn(turn):
+        trace_engine.abort([turn.sample_id], keep=keep)
+        return more
+
+    samples, store = _generate(trace_engine, next_turn=next_turn)
+    by_name = {sample.sample_id: sample for sample in samples}
+    assert trace_engine.report.num_aborted == len(stopped)
+    assert set(store.sample_ids()) == set(by_name)
+    for sample in stopped:
+        if keep:
+            kept = by_name[sample.sample_id]
+            assert (kept.finish_reason, kept.tokens) == ("abort", sample.tokens)
+        else:
+            assert sample.sample_id not in by_name
+
+
+def test_the_tokens_of_a_turn_may_be_a_tensor(trace_engine):
+    """Of the one token 0, which is no truth."""
+    given = [
+        _generate(trace_engine, max_new_tokens=20, next_turn=lambda turn, more=more: more)[0]
+        for more in ([0], torch.tensor([0]))
+    ]
+    assert [sample.tokens for sample in given[0]] == [sample.tokens for sample in given[1]]
+    assert any(sample.given is not None for sample in given[0])
+
+
 def test_tokens_of_a_turn_outside_the_vocabulary_are_refused(trace_engine):
     with pytest.raises(ValueError, match="next turn must lie in 0 to 15; got 4 to 16"):
         _generate(trace_engine, max_new_tokens=30, next_turn=lambda turn: [4, 16])

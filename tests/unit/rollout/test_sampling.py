@@ -86,6 +86,19 @@ def test_random_numbers_are_uniform_and_unrelated_between_samples_and_positions(
         assert abs(np.corrcoef(one.ravel(), other.ravel())[0, 1]) < 0.05
 
 
+def test_seeds_may_be_numpys_and_negative():
+    positions = np.arange(3)
+    expected = uniform_numbers([7, 2**64 - 1, 2**63], positions)
+    seeds = np.array([7, -1, -(2**63)])
+    assert np.array_equal(uniform_numbers(seeds, positions), expected)
+
+
+def test_finite_logits_at_the_least_temperature_have_finite_logprobs():
+    settings = SamplingSettings(max_new_tokens=1, temperature=1e-6)
+    logprobs = sampling_logprobs(torch.tensor([[1e4, -1e4, 3.0]]), settings)
+    assert logprobs[0].tolist() == pytest.approx([0.0, -2e10, -1e10], rel=1e-3)
+
+
 def test_a_seed_is_of_the_rollout_and_the_name():
     seeds = {sample_seed(seed, name) for seed in (0, 1) for name in ("a", "b")}
     assert len(seeds) == 4
