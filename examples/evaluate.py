@@ -16,6 +16,7 @@ cpu_runtime.install()
 cpu_pretrain.install()
 
 import json
+import math
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,6 @@ from megatron_trace import compat
 from megatron_trace.arguments import trace_config_from_args
 from megatron_trace.hints.durable import create_file, write_file
 from megatron_trace.hints.settings_file import load_settings
-from megatron_trace.rl.rewards import score_samples
 from megatron_trace.rl.run import calibration_batches
 from megatron_trace.rollout import SamplingSettings
 
@@ -77,34 +77,45 @@ def main() -> None:
 def evaluated(args: Namespace) -> dict[str, Any]:
     """Gives the result of this process's share of the prompts."""
     trace = trace_config_from_args(args)
-    items, tokenizer = load_prompts(args)
+    items, task = load_prompts(args)
     own = items[args.evaluate_share :: args.evaluate_num_shares]
     folder, iteration = latest_checkpoint(args.load)
     weights = checkpoint_weights(args, folder)
-    engine = build_engine(args, trace)
+    engine = build_engine(args, trace, task)
     engine.load_weights(weights)
     if trace.method != "bf16":
         if args.evaluate_settings is not None:
             engine.use_settings(load_settings(args.evaluate_settings))
         else:
             number = args.rollout_calibration_samples
-            engine.calibrate(calibration_batches(items, tokenizer, num_samples=number))
+            engine.calibrate(calibration_batches(items, task.tokenizer, num_samples=number))
     engine.push_weights(weights, iteration)
+    names = [f"evaluation-{n}" for n in range(len(own))]
+    task.begin(dict(zip(names, own, strict=True)))
     samples = engine.generate(
-        [tokenizer.encode(item.prompt) for item in own],
-        [f"evaluation-{n}" for n in range(len(own))],
+        [task.tokenizer.encode(item.prompt) for item in own],
+        names,
         store=None,
         sampling=SamplingSettings(max_new_tokens=args.rollout_max_response_tokens, greedy=True),
         seed=args.seed,
+        next_turn=task.next_turn,
     )
-    scores = score_samples(samples, own, tokenizer)
+    scores = task.scores(samples, own)
+    task.close()
+    failed = sum(scores.failures.values())
+    if any(math.isnan(reward) for reward in scores.rewards):
+        raise SystemExit(
+            f"{failed} of {len(own)} prompts got no reward (see above), and a share of the others "
+            "would mislead; give --trace-failed-reward"
+        )
     return {
         "checkpoint": folder,
         "iteration": iteration,
         "method": trace.method,
         "prompts": len(own),
-        "right": sum(score >= 1.0 for score in scores),
-        "score_sum": sum(scores),
+        "right": sum(reward >= 1.0 for reward in scores.rewards),
+        "score_sum": sum(scores.rewards),
+        "failed": failed,
     }
 
 
@@ -117,7 +128,7 @@ def combined(shares: list[dict[str, Any]]) -> dict[str, Any]:
     kinds = {(share["checkpoint"], share["method"]) for share in shares}
     if len(kinds) > 1:
         raise ValueError(f"shares of different evaluations: {sorted(kinds)}; use another folder")
-    sums = {name: sum(share[name] for share in shares) for name in ("prompts", "right")}
+    sums = {name: sum(share[name] for share in shares) for name in ("prompts", "right", "failed")}
     mean = sum(share["score_sum"] for share in shares) / sums["prompts"]
     return {
         **{name: shares[0][name] for name in ("checkpoint", "iteration", "method")},

@@ -4,8 +4,9 @@
         --rollout-tasks prompts.jsonl --rollout-output ROLLOUTS --trace-method trace
     ... --save CHECKPOINT --rollout-warm-start 300    first trains a model on the answers, 300 steps
 
-One process; `examples/pretrain_trace.py` trains on the folder in any layout. A prompt file has one
-JSON object a line, as `tools/export_tasks.py` writes it; `rl.rewards` scores the responses.
+One process; `examples/pretrain_trace.py` trains on the folder in any layout. Prompts are as
+`tools/export_tasks.py` writes them, scored by reasoning-gym; or one's own, with --trace-reward, and
+--trace-tokenizer and --trace-environment if wanted (docs/my_data.md).
 """
 
 # ruff: noqa: E402  The stand-in for the CUDA runtime must be installed before Megatron is imported.
@@ -31,15 +32,21 @@ from megatron.training.checkpointing import get_checkpoint_name, read_metadata, 
 from megatron.training.checkpointing import get_checkpoint_tracker_filename as tracker_file
 
 from megatron_trace import compat
-from megatron_trace.arguments import add_trace_arguments, trace_config_from_args
+from megatron_trace.arguments import (
+    add_task_arguments,
+    add_trace_arguments,
+    task_config_from_args,
+    trace_config_from_args,
+)
 from megatron_trace.config import TraceConfig
 from megatron_trace.hints.files_writer import HintFilesWriter
 from megatron_trace.hints.settings_file import SETTINGS_FILE, load_settings
 from megatron_trace.models.hybrid import HybridModules, build_hybrid_model
-from megatron_trace.rl.rewards import score_samples
-from megatron_trace.rl.rollout_folder import Reward, commit_rollouts
+from megatron_trace.rl.rollout_folder import Reward, commit_rollouts, rewarded_groups
 from megatron_trace.rl.run import calibration_batches
-from megatron_trace.rl.tasks import END_TOKEN, CharTokenizer, TaskItem, load_tasks
+from megatron_trace.rl.task import Task, open_task
+from megatron_trace.rl.tasks import TaskItem
+from megatron_trace.rl.tokenizer import Tokenizer
 from megatron_trace.rl.warm_start import WarmStartSettings, warm_start
 from megatron_trace.rollout import RolloutEngine, SamplingSettings
 from megatron_trace.training.megatron_model import trace_model_config_from_args
@@ -70,8 +77,8 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
 
 def add_sampling_arguments(parser: ArgumentParser) -> Any:
     """Adds the flags that every rollout has, and gives their group."""
-    group = add_trace_arguments(parser).add_argument_group("rollout")
-    group.add_argument("--rollout-tasks", type=Path, required=True, help="prompts, JSONL")
+    group = add_task_arguments(add_trace_arguments(parser)).add_argument_group("rollout")
+    group.add_argument("--rollout-tasks", type=Path, required=True, help="prompts, docs/my_data.md")
     group.add_argument("--rollout-max-response-tokens", type=int, default=8, help="default 8")
     group.add_argument("--rollout-calibration-samples", type=int, default=64, help="default 64")
     group.add_argument(
@@ -91,7 +98,7 @@ def main() -> None:
     if warm == (args.load is not None) or (warm and args.save is None):
         raise SystemExit("give either --load CHECKPOINT, or --rollout-warm-start N and --save")
     trace = trace_config_from_args(args)
-    items, tokenizer = load_prompts(args)
+    items, task = load_prompts(args)
     if not 1 <= args.rollout_prompts <= len(items) or args.rollout_samples < 2:
         raise SystemExit(
             f"--rollout-prompts must be 1 to {len(items)}, the prompts of {args.rollout_tasks}, "
@@ -99,33 +106,33 @@ def main() -> None:
             f"{args.rollout_prompts} and {args.rollout_samples}"
         )
     training.initialize_megatron()
-    weights, policy_version = first_weights(args, items, tokenizer)
-    engine = build_engine(args, trace)
+    weights, policy_version = first_weights(args, items, task.tokenizer)
+    engine = build_engine(args, trace, task)
     engine.load_weights(weights)
     if (args.rollout_output / SETTINGS_FILE).is_file() and trace.method != "bf16":
         # Later policy versions keep the scales of the folder's first one.
         engine.use_settings(load_settings(args.rollout_output))
     elif trace.method != "bf16":
         engine.calibrate(
-            calibration_batches(items, tokenizer, num_samples=args.rollout_calibration_samples)
+            calibration_batches(items, task.tokenizer, num_samples=args.rollout_calibration_samples)
         )
     engine.push_weights(weights, policy_version)
-    record(args, engine, items, tokenizer, policy_version)
+    record(args, engine, items, task, policy_version)
+    task.close()
 
 
-def load_prompts(args: Namespace) -> tuple[list[TaskItem], CharTokenizer]:
-    """Gives the prompts and their tokenizer."""
-    items = load_tasks(args.rollout_tasks)
-    tokenizer = CharTokenizer.of_tasks(items)
-    if tokenizer.vocab_size > args.padded_vocab_size:
+def load_prompts(args: Namespace) -> tuple[list[TaskItem], Task]:
+    """Gives the prompts, and their task with its tokenizer."""
+    items, task = open_task(args.rollout_tasks, task_config_from_args(args))
+    if task.tokenizer.vocab_size > args.padded_vocab_size:
         raise SystemExit(
-            f"{args.rollout_tasks} needs {tokenizer.vocab_size} tokens, but the model has "
+            f"{args.rollout_tasks} needs {task.tokenizer.vocab_size} tokens, but the model has "
             f"{args.padded_vocab_size}; set --vocab-size"
         )
-    return items, tokenizer
+    return items, task
 
 
-def build_engine(args: Namespace, trace: TraceConfig) -> RolloutEngine:
+def build_engine(args: Namespace, trace: TraceConfig, task: Task) -> RolloutEngine:
     """Gives an engine without weights."""
     config = trace_model_config_from_args(args, trace, "megatron", None)
     return RolloutEngine(
@@ -134,7 +141,7 @@ def build_engine(args: Namespace, trace: TraceConfig) -> RolloutEngine:
         vocab_size=args.padded_vocab_size,
         max_sequence_length=args.max_position_embeddings,
         trace=trace,
-        eod_token=END_TOKEN,
+        eod_token=task.tokenizer.end_token,
         max_requests=args.rollout_requests,
         rotary_percent=args.rotary_percent,
         rotary_base=args.rotary_base,
@@ -145,7 +152,7 @@ def record(
     args: Namespace,
     engine: RolloutEngine,
     items: Sequence[TaskItem],
-    tokenizer: CharTokenizer,
+    task: Task,
     policy_version: int,
 ) -> None:
     """Rolls out and commits samples, hints and rewards."""
@@ -157,11 +164,13 @@ def record(
             engine,
             files,
             items,
-            tokenizer,
+            task,
             rows=rows,
             samples_per_prompt=args.rollout_samples,
             group=f"version-{policy_version}",
         )
+    if not rewards:
+        raise SystemExit("no sample has a reward; see the reasons above")
     print_rank_0(
         f"{args.rollout_output}: {len(rewards)} samples of policy version {policy_version}, "
         f"mean reward {sum(r.reward for r in rewards) / len(rewards):.3f}"
@@ -173,7 +182,7 @@ def roll_out(
     engine: RolloutEngine,
     files: HintFilesWriter,
     items: Sequence[TaskItem],
-    tokenizer: CharTokenizer,
+    task: Task,
     *,
     rows: Sequence[int],
     samples_per_prompt: int,
@@ -186,37 +195,41 @@ def roll_out(
         engine: An engine that weights were pushed to.
         files: Where samples and hints go.
         items: The prompts.
-        tokenizer: Their tokenizer.
+        task: Their task.
         rows: Which of them.
         samples_per_prompt: Samples of each.
         group: First part of the names of groups and samples; a sample's random numbers are those
             of --seed and its name.
 
     Returns:
-        The reward of each sample.
+        The reward of each sample that was committed: of those without a reward none is, nor one
+        that is then alone in its group.
     """
     places = [(row, n) for row in rows for n in range(samples_per_prompt)]
+    names = [f"{group}/item-{row}/sample-{n}" for row, n in places]
+    task.begin({name: items[row] for name, (row, _) in zip(names, places, strict=True)})
     samples = engine.generate(
-        [tokenizer.encode(items[row].prompt) for row, _ in places],
-        [f"{group}/item-{row}/sample-{n}" for row, n in places],
+        [task.tokenizer.encode(items[row].prompt) for row, _ in places],
+        names,
         store=files,
         sampling=SamplingSettings(
             max_new_tokens=args.rollout_max_response_tokens,
             top_logprobs=args.rollout_top_logprobs,
         ),
         seed=args.seed,
+        next_turn=task.next_turn,
     )
-    scores = score_samples(samples, [items[row] for row, _ in places], tokenizer)
-    rewards = [
-        Reward(sample.sample_id, f"{group}/item-{row}", samples_per_prompt, score)
-        for sample, (row, _), score in zip(samples, places, scores, strict=True)
-    ]
-    commit_rollouts(files, samples, rewards, engine.settings)
+    scores = task.scores(samples, [items[row] for row, _ in places])
+    groups = [f"{group}/item-{row}" for row, _ in places]
+    kept, rewards = rewarded_groups(samples, groups, scores.rewards)
+    for name in {sample.sample_id for sample in samples} - {one.sample_id for one in kept}:
+        files.drop_sample(name)
+    commit_rollouts(files, kept, rewards, engine.settings)
     return rewards
 
 
 def first_weights(
-    args: Namespace, items: Sequence[TaskItem], tokenizer: CharTokenizer
+    args: Namespace, items: Sequence[TaskItem], tokenizer: Tokenizer
 ) -> tuple[dict[str, torch.Tensor], int]:
     """Gives the parameters to roll out from by name, and their iteration as policy version."""
     if args.rollout_warm_start is None:

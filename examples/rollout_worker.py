@@ -69,7 +69,7 @@ class Worker:
         self.args = args
         self.exchange = exchange
         self.trace = trace_config_from_args(args)
-        self.items, self.tokenizer = load_prompts(args)
+        self.items, self.task = load_prompts(args)
         self.folder = exchange.worker_folder(args.rollout_worker)
         self.engine: RolloutEngine | None = None
         self.version: int | None = None
@@ -87,7 +87,7 @@ class Worker:
                     engine,
                     files,
                     self.items,
-                    self.tokenizer,
+                    self.task,
                     rows=[n % len(self.items) for n in range(first, first + run.prompts_per_batch)],
                     samples_per_prompt=run.samples_per_prompt,
                     group=f"batch-{claim.batch}",
@@ -119,7 +119,7 @@ class Worker:
             return self.engine
         weights = self.weights_of(version)
         if self.engine is None:
-            self.engine = build_engine(self.args, self.trace)
+            self.engine = build_engine(self.args, self.trace, self.task)
             self.engine.load_weights(weights)
             if self.trace.method != "bf16":
                 self.use_settings_of_run(self.engine)
@@ -144,7 +144,7 @@ class Worker:
             engine.calibrate(
                 calibration_batches(
                     self.items,
-                    self.tokenizer,
+                    self.task.tokenizer,
                     num_samples=self.args.rollout_calibration_samples,
                 )
             )
@@ -160,6 +160,11 @@ def main() -> None:
     args = parse_and_validate_args(add_arguments, args_defaults=DEFAULTS)
     if args.load is None:
         raise SystemExit("give --load CHECKPOINT, the one that the run starts from")
+    if args.trace_reward is not None and args.trace_failed_reward is None:
+        raise SystemExit(
+            "give --trace-failed-reward NUMBER: a batch of a run has all of its samples, so that "
+            "one whose reward function failed cannot be left out"
+        )
     exchange = Exchange(args.rollout_run)
     training.initialize_megatron()
     worker = Worker(args, exchange)

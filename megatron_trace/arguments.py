@@ -11,7 +11,7 @@ from argparse import ArgumentParser, Namespace
 from megatron.training.argument_utils import ArgumentGroupFactory
 
 from megatron_trace.config import RecordedConfig, TraceConfig
-from megatron_trace.rl_config import HealthConfig, LossConfig
+from megatron_trace.rl_config import HealthConfig, LossConfig, TaskConfig
 
 _PREFIX = "trace_"
 # Shorter names, beside the fields' own.
@@ -75,6 +75,18 @@ def add_health_arguments(parser: ArgumentParser) -> ArgumentParser:
     return _add_flags(parser, HealthConfig, "trace, health")
 
 
+def add_task_arguments(parser: ArgumentParser) -> ArgumentParser:
+    """Adds one flag for every field of TaskConfig.
+
+    Args:
+        parser: Parser to extend.
+
+    Returns:
+        The same parser.
+    """
+    return _add_flags(parser, TaskConfig, "trace, task of one's own")
+
+
 def add_recorded_arguments(parser: ArgumentParser) -> ArgumentParser:
     """Adds the flags of TraceConfig, LossConfig and RecordedConfig, for recorded rollouts.
 
@@ -122,6 +134,18 @@ def health_config_from_args(args: Namespace) -> HealthConfig:
         ValueError: A value is out of range.
     """
     return _from_args(args, HealthConfig)
+
+
+def task_config_from_args(args: Namespace) -> TaskConfig:
+    """Gives the TaskConfig that parsed flags describe.
+
+    Args:
+        args: What a parser returned that `add_task_arguments` extended.
+
+    Raises:
+        ValueError: A value is out of range, or has no effect.
+    """
+    return _from_args(args, TaskConfig)
 
 
 def recorded_config_from_args(args: Namespace) -> RecordedConfig:

@@ -1,7 +1,8 @@
-"""Settings of the losses and of the run's health: `--trace-*` flags, like those of config.py."""
+"""Settings of losses, health and tasks of a run: `--trace-*` flags, like those of config.py."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 from typing import Literal, get_args
 
@@ -123,3 +124,50 @@ class HealthConfig:
         """Raises ValueError on a value out of range; `rl.health` reads the alarms."""
         if self.max_skipped_steps < 0:
             raise ValueError(f"max_skipped_steps must be >= 0; got {self.max_skipped_steps}")
+
+
+@dataclass(frozen=True)
+class TaskConfig:
+    """Prompts, rewards and environments of one's own (docs/my_data.md).
+
+    Attributes:
+        reward: Function that scores a sample, as `module:function` or `path/to/file.py:function`.
+            The prompt file then is one's own; left out, it is as tools/export_tasks.py writes it.
+        environment: Function that answers a turn of the model, named likewise; left out, a sample
+            has one turn.
+        tokenizer: Folder of a Hugging Face tokenizer; left out, every character of the prompts and
+            answers is a token.
+        prompt_field: Field of a record that holds its prompt: a text, or a list of messages.
+        function_workers: Processes that call each function.
+        function_timeout_s: Seconds that a call may take.
+        failed_reward: Reward of a sample whose call raised, took too long, ended its process or
+            gave no number; left out, the sample is left out of the step.
+    """
+
+    reward: str | None = None
+    environment: str | None = None
+    tokenizer: str | None = None
+    prompt_field: str = "prompt"
+    function_workers: int = 4
+    function_timeout_s: float = 10.0
+    failed_reward: float | None = None
+
+    def __post_init__(self) -> None:
+        """Raises ValueError on a value out of range, or one without effect."""
+        if self.function_workers < 1:
+            raise ValueError(f"function_workers must be >= 1; got {self.function_workers}")
+        if not 0 < self.function_timeout_s < math.inf:
+            raise ValueError(
+                f"function_timeout_s must be > 0 and finite; got {self.function_timeout_s}"
+            )
+        if self.failed_reward is not None and not math.isfinite(self.failed_reward):
+            raise ValueError(f"failed_reward must be finite; got {self.failed_reward}")
+        if self.reward is not None:
+            return
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name not in ("reward", "tokenizer") and value != field.default:
+                raise ValueError(
+                    f"{field.name}={value} has no effect without reward, as the scorers of "
+                    "reasoning-gym apply then; name a reward function or leave it out"
+                )

@@ -4,6 +4,7 @@
     make demo DEMO_FLAGS="--seeds 0 1"               repeated, gap ratios of every seed
     make demo DEMO_FLAGS="--resume"                  continue what was interrupted
     python examples/tiny_rl/run.py --help            all settings
+    ... --tasks prompts.jsonl --trace-reward my_rewards:score    your own task, docs/my_data.md
 
 Everything is real (Megatron-Core's modules, optimizer and inference engine, ModelOpt's NVFP4,
 reasoning-gym's tasks) except the CUDA runtime. The run is far too small to say anything about
@@ -47,9 +48,11 @@ from tqdm import tqdm
 from megatron_trace.arguments import (
     add_health_arguments,
     add_loss_arguments,
+    add_task_arguments,
     add_trace_arguments,
     health_config_from_args,
     loss_config_from_args,
+    task_config_from_args,
     trace_config_from_args,
 )
 from megatron_trace.config import TraceConfig
@@ -71,12 +74,13 @@ from megatron_trace.rl.run import (
 from megatron_trace.rl.run_record import RunRecord
 from megatron_trace.rl.step import rl_step
 from megatron_trace.rl.summary import RunSummary, summarise
-from megatron_trace.rl.tasks import CharTokenizer, TaskItem, load_tasks, save_tasks, split_tasks
+from megatron_trace.rl.task import open_task
+from megatron_trace.rl.tasks import TaskItem, save_tasks, split_tasks
+from megatron_trace.rl.tokenizer import Tokenizer
 from megatron_trace.rl.warm_start import WarmStartSettings, answer_accuracy, warm_start
 from megatron_trace.testing.single_process import single_process, tiny_moe_config
 
 PATTERN = "*E*E*E*E"
-CONTEXT = 64
 CALIBRATION_SAMPLES = 256
 # Three or four numbers of one digit: "6-4+8=" is answered by "10" and the end token.
 TASK = {"min_terms": 3, "max_terms": 4, "min_digits": 1, "max_digits": 1}
@@ -105,9 +109,18 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--learning-rate", type=float, default=1e-5, help="default 1e-5")
     parser.add_argument("--trainer-dtype", choices=["bf16", "fp32"], default="bf16")
     parser.add_argument("--trainer-attention", choices=["megatron", "sdpa"], default="megatron")
-    parser.add_argument("--warm-start-steps", type=int, default=300, help="default 300")
+    parser.add_argument("--context", type=int, default=64, help="tokens (default 64)")
+    parser.add_argument(
+        "--max-response-tokens", type=int, default=8, help="sampled ones, of all turns (default 8)"
+    )
+    parser.add_argument(
+        "--warm-start-steps",
+        type=int,
+        default=300,
+        help="on the answers of the prompts; 0 begins with random weights (default 300)",
+    )
     parser.add_argument("--held-out", type=int, default=400, help="problems (default 400)")
-    parser.add_argument("--tasks", type=Path, help="JSONL prompt file (default: made here)")
+    parser.add_argument("--tasks", type=Path, help="prompts (default: made here)")
     parser.add_argument(
         "--output",
         type=Path,
@@ -122,7 +135,7 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--hint-files", action="store_true", help="hints in files under --output, not in memory"
     )
-    add_health_arguments(add_loss_arguments(add_trace_arguments(parser)))
+    add_task_arguments(add_health_arguments(add_loss_arguments(add_trace_arguments(parser))))
     parser.set_defaults(trace_diagnostic_share=0.125)
     options = parser.parse_args(arguments)
     if "flags" not in options.runs:
@@ -133,12 +146,19 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
                     f"{flag} has no effect on --runs {' '.join(options.runs)}, which set "
                     "it; use --runs flags"
                 )
-    for name in ("steps", "prompts", "samples", "held_out"):
+    for name in ("steps", "prompts", "samples", "held_out", "context", "max_response_tokens"):
         if (number := getattr(options, name)) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1; got {number}")
-    if options.tasks and not options.tasks.is_file():
-        parser.error(f"--tasks {options.tasks} is no file; tools/export_tasks.py writes one")
+    if options.warm_start_steps < 0:
+        parser.error(f"--warm-start-steps must be at least 0; got {options.warm_start_steps}")
+    if options.tasks and not options.tasks.exists():
+        parser.error(
+            f"--tasks {options.tasks} does not exist; docs/my_data.md says what it may be, and "
+            "tools/export_tasks.py writes one"
+        )
     try:
+        if task_config_from_args(options).reward is not None and options.tasks is None:
+            parser.error("--trace-reward needs prompts of your own; give --tasks")
         for name in options.runs:
             run_settings(options, name, seed=0).trace.recorded_layers(PATTERN.count("E"))
     except ValueError as error:
@@ -159,7 +179,8 @@ def run_settings(options: argparse.Namespace, name: str, seed: int) -> RunSettin
         prompts_per_step=options.prompts,
         samples_per_prompt=options.samples,
         micro_batch_samples=128,
-        context=CONTEXT,
+        max_response_tokens=options.max_response_tokens,
+        context=options.context,
         seed=seed,
     )
 
@@ -197,7 +218,7 @@ def warm_started_weights(
     options: argparse.Namespace,
     items: list[TaskItem],
     held_out: list[TaskItem],
-    tokenizer: CharTokenizer,
+    tokenizer: Tokenizer,
 ) -> dict[str, torch.Tensor]:
     """Gives the FP32 weights that every run starts from."""
     torch.manual_seed(0)
@@ -205,14 +226,21 @@ def warm_started_weights(
         tiny_moe_config(PATTERN),
         pattern=PATTERN,
         vocab_size=tokenizer.vocab_size,
-        max_sequence_length=CONTEXT,
+        max_sequence_length=options.context,
         modules=HybridModules(),
     )
-    settings = WarmStartSettings(steps=options.warm_start_steps, batch_size=128, learning_rate=4e-3)
-    warm_start(model, items, tokenizer, settings)
-    accuracy = answer_accuracy(model, held_out, tokenizer)
     size = sum(parameter.numel() for parameter in model.parameters())
-    print(f"warm start: {size:,} parameters, held-out accuracy {accuracy:.3f} in FP32", flush=True)
+    if options.warm_start_steps:
+        settings = WarmStartSettings(
+            steps=options.warm_start_steps, batch_size=128, learning_rate=4e-3
+        )
+        warm_start(model, items, tokenizer, settings)
+        accuracy = answer_accuracy(model, held_out, tokenizer)
+        print(
+            f"warm start: {size:,} parameters, held-out accuracy {accuracy:.3f} in FP32", flush=True
+        )
+    else:
+        print(f"random weights: {size:,} parameters", flush=True)
     return {name: value.detach().clone() for name, value in model.named_parameters()}
 
 
@@ -222,8 +250,15 @@ def identity_of(settings: RunSettings, options: argparse.Namespace, tasks: Path)
         "pattern": PATTERN,
         "warm_start_steps": options.warm_start_steps,
         "held_out": options.held_out,
-        "tasks_sha256": hashlib.sha256(tasks.read_bytes()).hexdigest(),
+        "tasks_sha256": tasks_digest(tasks),
+        "task": dataclasses.asdict(task_config_from_args(options)),
     }
+
+
+def tasks_digest(path: Path) -> str:
+    """Gives the SHA-256 of a prompt file, or of the files of a folder in the order of names."""
+    files = sorted(p for p in path.iterdir() if p.is_file()) if path.is_dir() else [path]
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
 def saved_steps(folder: Path, options: argparse.Namespace) -> Path | None:
@@ -322,7 +357,7 @@ def _told_in_one_line() -> Iterator[None]:
     """Ends the program with the message alone, where a file or setting of the user is at fault."""
     try:
         yield
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, ImportError) as error:
         raise SystemExit(f"error: {error}") from error
 
 
@@ -347,13 +382,12 @@ def do_all_runs(options: argparse.Namespace) -> list[RunSummary]:
     """Does every run of every seed, all from the same warm-started weights."""
     with _told_in_one_line():
         tasks = prepare_tasks(options)
-        items = load_tasks(tasks)
+        items, task = open_task(tasks, task_config_from_args(options))
         train_items, held_out = split_tasks(items, num_held_out=options.held_out, seed=0)
-    tokenizer = CharTokenizer.of_tasks(items)
 
     @cache
     def weights() -> dict[str, torch.Tensor]:
-        return warm_started_weights(options, train_items, held_out, tokenizer)
+        return warm_started_weights(options, train_items, held_out, task.tokenizer)
 
     summaries = []
     for seed, name in itertools.product(options.seeds, options.runs):
@@ -366,7 +400,8 @@ def do_all_runs(options: argparse.Namespace) -> list[RunSummary]:
             tiny_moe_config(PATTERN),
             pattern=PATTERN,
             items=train_items,
-            tokenizer=tokenizer,
+            tokenizer=task.tokenizer,
+            task=task,
             hint_folder=folder / "hints" if options.hint_files else None,
         )
         identity = identity_of(settings, options, tasks)
@@ -375,13 +410,14 @@ def do_all_runs(options: argparse.Namespace) -> list[RunSummary]:
                 checkpoint.resume(run, saved, identity=identity)
         else:
             calibration = calibration_batches(
-                train_items, tokenizer, num_samples=CALIBRATION_SAMPLES
+                train_items, task.tokenizer, num_samples=CALIBRATION_SAMPLES
             )
             start(run, weights(), calibration)
         record = RunRecord(folder, name=name, seed=seed, settings=identity, steps=options.steps)
         with record.running():
             accuracies = do_run(run, name, folder, held_out, options, identity, record)
         summaries.append(summarise(name, seed, read_metrics(folder / "metrics.jsonl"), accuracies))
+    task.close()
     return summaries
 
 

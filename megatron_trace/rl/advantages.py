@@ -49,3 +49,34 @@ def group_advantages(rewards: torch.Tensor, *, eps: float = 1e-4) -> torch.Tenso
     # The mean of equal numbers may round away from them; the residue must not become a gradient.
     without_spread = rewards.amax(dim=1, keepdim=True) == rewards.amin(dim=1, keepdim=True)
     return advantages.masked_fill(without_spread, 0.0)
+
+
+def advantages_of_rewarded(rewards: torch.Tensor, *, eps: float = 1e-4) -> torch.Tensor:
+    """Gives the advantages of groups in which samples without a reward are left out.
+
+    Args:
+        rewards: [G, N] rewards, any floating dtype; NaN where a sample has none.
+        eps: See `group_advantages`.
+
+    Returns:
+        FP32 [G, N] advantages among the samples with a reward; NaN for the others, and for a sample
+        that is the only one of its group.
+
+    Raises:
+        ValueError: See `group_advantages`; NaN is no error here.
+    """
+    missing = rewards.isnan()
+    if not missing.any():
+        return group_advantages(rewards, eps=eps)
+    advantages = torch.full(rewards.shape, torch.nan)
+    for group, left_out in enumerate(missing):
+        kept = rewards[group : group + 1, ~left_out]
+        if kept.shape[1] > 1:
+            advantages[group, ~left_out] = group_advantages(kept, eps=eps)[0]
+    return advantages
+
+
+def has_spread(rewards: torch.Tensor) -> torch.Tensor:
+    """Gives where the rewards of a group differ, bool [G]; NaN in [G, N] is no reward."""
+    highest = rewards.nan_to_num(nan=-torch.inf).amax(dim=1)
+    return highest > rewards.nan_to_num(nan=torch.inf).amin(dim=1)

@@ -108,6 +108,7 @@ MEASURES: dict[str, Measure] = {
     "unfinished": Measure(_field("unfinished")),
     "degenerate": Measure(_field("health", "degenerate")),
     "grad_norm": Measure(_field("grad_norm")),
+    "reward_failed": Measure(_field("reward_failed")),
 }
 
 

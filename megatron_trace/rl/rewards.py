@@ -11,7 +11,8 @@ from reasoning_gym.utils import extract_answer as extract_tagged_answer
 
 if TYPE_CHECKING:  # Exporting tasks needs this module, but not torch.
     from megatron_trace.hints.types import RolloutSample
-from megatron_trace.rl.tasks import END_TOKEN, CharTokenizer, TaskItem
+from megatron_trace.rl.tasks import TaskItem
+from megatron_trace.rl.tokenizer import Tokenizer
 
 AnswerFormat = Literal["whole", "tagged"]
 
@@ -51,7 +52,7 @@ def _scorer(task: str) -> Callable[[str, dict[str, Any]], float]:
 def score_samples(
     samples: Sequence[RolloutSample],
     items: Sequence[TaskItem],
-    tokenizer: CharTokenizer,
+    tokenizer: Tokenizer,
     *,
     answer_format: AnswerFormat = "whole",
 ) -> list[float]:
@@ -71,7 +72,7 @@ def score_samples(
         response = sample.response_tokens
         # A model's vocabulary may be padded beyond the tokenizer's.
         known = max(response, default=0) < tokenizer.vocab_size
-        if not known or not response or response[-1] != END_TOKEN:
+        if not known or not response or response[-1] != tokenizer.end_token:
             rewards.append(0.0)
             continue
         text = tokenizer.decode(response[:-1])

@@ -77,6 +77,27 @@ class RewardedSample:
     advantage: float
 
 
+def rewarded_groups(
+    samples: Sequence[RolloutSample], groups: Sequence[str], rewards: Sequence[float]
+) -> tuple[list[RolloutSample], list[Reward]]:
+    """Gives the samples that have a reward beside others of their group, and their rewards.
+
+    Args:
+        samples: Samples.
+        groups: Name of the group of each.
+        rewards: Reward of each; NaN where it has none.
+    """
+    sizes = Counter(
+        group for group, reward in zip(groups, rewards, strict=True) if not math.isnan(reward)
+    )
+    kept = [
+        (sample, Reward(sample.sample_id, group, sizes[group], reward))
+        for sample, group, reward in zip(samples, groups, rewards, strict=True)
+        if not math.isnan(reward) and sizes[group] > 1
+    ]
+    return [sample for sample, _ in kept], [reward for _, reward in kept]
+
+
 def commit_rollouts(
     files: HintFilesWriter,
     samples: Sequence[RolloutSample],

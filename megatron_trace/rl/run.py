@@ -23,13 +23,10 @@ from megatron_trace.models.expert_names import local_name
 from megatron_trace.rl.health import parse_alarms, require_measurable
 from megatron_trace.rl.objectives.settings import LossSettings, loss_settings
 from megatron_trace.rl.optimizer import OptimizerSettings, build_optimizer
-from megatron_trace.rl.rewards import AnswerFormat, score_samples
-from megatron_trace.rl.tasks import (
-    END_TOKEN,
-    CharTokenizer,
-    TaskItem,
-    encode_prompts,
-)
+from megatron_trace.rl.rewards import AnswerFormat
+from megatron_trace.rl.task import ReasoningGymTask, Task
+from megatron_trace.rl.tasks import TaskItem, encode_prompts
+from megatron_trace.rl.tokenizer import Tokenizer
 from megatron_trace.rl_config import HealthConfig, LossConfig
 from megatron_trace.rollout.engine import RolloutEngine
 from megatron_trace.rollout.sampling import SamplingSettings
@@ -177,7 +174,7 @@ class RlRun:
 
     Attributes:
         settings: Settings of the run.
-        tokenizer: Tokenizer of tasks and model.
+        task: Scores the samples, and answers their turns.
         items: Training items.
         prompts: Tokens of the prompt of each training item.
         model: Trainer model.
@@ -193,7 +190,7 @@ class RlRun:
     """
 
     settings: RunSettings
-    tokenizer: CharTokenizer
+    task: Task
     items: Sequence[TaskItem]
     prompts: Sequence[list[int]]
     model: HybridModel
@@ -206,6 +203,11 @@ class RlRun:
     progress: Progress = field(default_factory=Progress)
     reader: HintFiles | None = None
     max_hint_bytes: int | None = None
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Tokenizer of task and model."""
+        return self.task.tokenizer
 
     def sampling(self) -> SamplingSettings:
         """Gives how the engine samples for training: no more most likely tokens than there are."""
@@ -243,7 +245,8 @@ def build_run(
     *,
     pattern: str,
     items: Sequence[TaskItem],
-    tokenizer: CharTokenizer,
+    tokenizer: Tokenizer,
+    task: Task | None = None,
     model_id: str = "",
     hint_folder: str | Path | None = None,
     max_hint_bytes: int | None = None,
@@ -258,6 +261,8 @@ def build_run(
         pattern: Hybrid layer pattern, such as `*E*E`.
         items: Training items.
         tokenizer: Tokenizer of tasks and model.
+        task: Scores the samples, and answers their turns, with the same tokenizer; None takes
+            reasoning-gym's scorers.
         model_id: Name of the model in the quantiser settings.
         hint_folder: Folder that samples and hints are written to and read from; None keeps them in
             memory.
@@ -305,7 +310,7 @@ def build_run(
             without_recipe(model_config),
             **size,
             trace=settings.trace,
-            eod_token=END_TOKEN,
+            eod_token=tokenizer.end_token,
             max_requests=settings.max_requests,
             model_id=model_id,
         )
@@ -313,9 +318,9 @@ def build_run(
 
     parts = build_parts(settings)
     store = HintStore() if hint_folder is None else HintFilesWriter(hint_folder)
-    run = RlRun(
-        settings, tokenizer, items, prompts, **vars(parts), build_parts=build_parts, store=store
-    )
+    if task is None:
+        task = ReasoningGymTask(tokenizer, settings.answer_format)
+    run = RlRun(settings, task, items, prompts, **vars(parts), build_parts=build_parts, store=store)
     if hint_folder is not None:
         run.reader, run.max_hint_bytes = HintFiles(hint_folder), max_hint_bytes
     return run
@@ -355,7 +360,7 @@ def use_settings_of_engine(run: RlRun) -> QuantizerSettings:
 
 
 def calibration_batches(
-    items: Sequence[TaskItem], tokenizer: CharTokenizer, *, num_samples: int
+    items: Sequence[TaskItem], tokenizer: Tokenizer, *, num_samples: int
 ) -> list[torch.Tensor]:
     """Gives the first items, prompt with answer, in batches of one length each (no padding).
 
@@ -370,7 +375,7 @@ def calibration_batches(
 
 
 def evaluate(run: RlRun, items: Sequence[TaskItem]) -> float:
-    """Gives the share of items that the engine answers right, greedily.
+    """Gives the share of items that the engine answers right (reward 1 or more), greedily.
 
     Args:
         run: A started run; nothing of it changes.
@@ -393,12 +398,15 @@ def solved(run: RlRun, items: Sequence[TaskItem]) -> list[bool]:
         context=run.settings.context,
         max_response_tokens=run.settings.max_response_tokens,
     )
+    names = [f"held-out-{row}" for row in range(len(items))]
+    run.task.begin(dict(zip(names, items, strict=True)))
     samples = run.engine.generate(
         prompts,
-        [f"held-out-{row}" for row in range(len(items))],
+        names,
         store=None,
         sampling=run.settings.sampling(greedy=True),
         seed=0,
+        next_turn=run.task.next_turn,
     )
-    scores = score_samples(samples, items, run.tokenizer, answer_format=run.settings.answer_format)
-    return [score >= 1.0 for score in scores]
+    rewards = run.task.scores(samples, items).rewards
+    return [reward >= 1.0 for reward in rewards]

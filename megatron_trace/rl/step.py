@@ -12,7 +12,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -22,14 +23,15 @@ import torch
 from megatron_trace.hints.files_writer import HintFilesWriter
 from megatron_trace.hints.types import RolloutSample
 from megatron_trace.metrics import LogprobGap, logprob_gap
-from megatron_trace.rl.advantages import group_advantages
+from megatron_trace.rl.advantages import advantages_of_rewarded, has_spread
 from megatron_trace.rl.fallback import fall_back_to_bf16
 from megatron_trace.rl.health import non_finite_alarm, parse_alarms, raised
 from megatron_trace.rl.health_metrics import health_of, largest_nearest, nearest_growth
+from megatron_trace.rl.own_task import Scores
 from megatron_trace.rl.prompt_order import rows_of_step
-from megatron_trace.rl.rewards import score_samples
 from megatron_trace.rl.run import RlRun
-from megatron_trace.rl.staleness import fresh_samples
+from megatron_trace.rl.staleness import fresh_samples, version_of, without_stale_tokens
+from megatron_trace.rl.tasks import TaskItem
 from megatron_trace.rl.updates import Update, train
 
 # Rollouts of a run, and of runs with neighbouring seeds, must not share a sampling seed.
@@ -45,15 +47,43 @@ class Chosen:
         advantages: FP32 [samples].
         num_stale: Samples that were left out as too old.
         num_without_spread: Samples that were left out as all rewards of their group are equal.
+        num_unrewarded: Samples that were left out as they, or all others of their group, have no
+            reward.
+        num_stale_tokens: Tokens of the samples that are not trained on, as too old.
     """
 
     samples: list[RolloutSample]
     advantages: torch.Tensor
     num_stale: int
     num_without_spread: int
+    num_unrewarded: int = 0
+    num_stale_tokens: int = 0
 
 
-def rl_step(run: RlRun) -> dict[str, Any]:
+# Gives the samples of a run's next step, those of a group next to each other, and the items' rows.
+RolloutSource = Callable[[RlRun], tuple[list[RolloutSample], list[int]]]
+
+
+@dataclass(frozen=True)
+class StepPrompts:
+    """What a step rolls out.
+
+    Attributes:
+        rows: The items' rows of the G groups.
+        items: Item of each of the G * N samples.
+        prompts: G * N prompts, those of a group next to each other.
+        sample_ids: Name of each sample.
+        seed: Seed of the sampling.
+    """
+
+    rows: list[int]
+    items: list[TaskItem]
+    prompts: list[list[int]]
+    sample_ids: list[str]
+    seed: int
+
+
+def rl_step(run: RlRun, source: RolloutSource | None = None) -> dict[str, Any]:
     """Does one step and gives its metrics, plain numbers that JSON can hold.
 
     An optimizer step whose loss or gradient is NaN or Inf is skipped and counted: weights and
@@ -70,11 +100,12 @@ def rl_step(run: RlRun) -> dict[str, Any]:
     run.sites.reset_report()
 
     with _timed(seconds, "rollout"):
-        samples, rows = roll_out(run)
+        samples, rows = (source or roll_out)(run)
     seconds["record"] = run.engine.seconds["record"] - recorded_before_s
 
     with _timed(seconds, "train"):
-        rewards = rewards_of(run, samples, rows)
+        scores = scores_of(run, samples, rows)
+        rewards = torch.tensor(scores.rewards).view(len(rows), -1)
         chosen = choose(run, samples, rewards)
         update = train(run, chosen.samples, chosen.advantages)
         if chosen.samples and not update.num_skipped:
@@ -89,7 +120,14 @@ def rl_step(run: RlRun) -> dict[str, Any]:
     run.store.expire(before=run.progress.policy_version)
 
     metrics = step_metrics(
-        run, samples, rewards, chosen, update, seconds, trained_version=trained_version
+        run,
+        samples,
+        scores,
+        rewards,
+        chosen,
+        update,
+        seconds,
+        trained_version=trained_version,
     )
     _note_health(run, metrics)
     run.progress = dataclasses.replace(
@@ -125,35 +163,64 @@ def _note_health(run: RlRun, metrics: dict[str, Any]) -> None:
         metrics["alarms"].append(non_finite_alarm(run.settings.health, skipped))
 
 
+def prompts_of_step(run: RlRun, step: int) -> StepPrompts:
+    """Gives what a step rolls out, the run's next or a later one.
+
+    Args:
+        run: The run.
+        step: Number of the step.
+    """
+    settings, progress = run.settings, run.progress
+    cursor = progress.prompt_cursor + (step - progress.step) * settings.prompts_per_step
+    rows = rows_of_step(len(run.items), cursor, settings.prompts_per_step, seed=settings.seed)
+    places = [(row, n) for row in rows for n in range(settings.samples_per_prompt)]
+    # Where an epoch ends within the step, an item may be in it twice.
+    seen: Counter[int] = Counter()
+    names = []
+    for row, _ in places:
+        names.append(f"step-{step}/item-{row}/sample-{seen[row]}")
+        seen[row] += 1
+    seed = settings.seed * _SEEDS_PER_RUN + step
+    items = [run.items[row] for row, _ in places]
+    return StepPrompts(rows, items, [run.prompts[row] for row, _ in places], names, seed)
+
+
 def roll_out(run: RlRun) -> tuple[list[RolloutSample], list[int]]:
     """Samples responses to the next prompts; their hints are then in `run.store`.
 
     Returns:
         G * N samples, those of a group next to each other, and the items' rows of the G groups.
     """
-    settings, progress = run.settings, run.progress
-    rows = rows_of_step(
-        len(run.items), progress.prompt_cursor, settings.prompts_per_step, seed=settings.seed
-    )
-    places = [(row, n) for row in rows for n in range(settings.samples_per_prompt)]
+    asked = prompts_of_step(run, run.progress.step)
+    run.task.begin(dict(zip(asked.sample_ids, asked.items, strict=True)))
     samples = run.engine.generate(
-        [run.prompts[row] for row, _ in places],
-        [f"step-{progress.step}/item-{row}/sample-{n}" for row, n in places],
+        asked.prompts,
+        asked.sample_ids,
         store=run.store,
         sampling=run.sampling(),
-        seed=settings.seed * _SEEDS_PER_RUN + progress.step,
+        seed=asked.seed,
+        next_turn=run.task.next_turn,
     )
     if isinstance(run.store, HintFilesWriter):
         run.store.commit(samples)
-    return samples, rows
+    return samples, asked.rows
 
 
-def rewards_of(run: RlRun, samples: Sequence[RolloutSample], rows: Sequence[int]) -> torch.Tensor:
-    """Gives the rewards, FP32 [G, N]."""
-    num_samples = run.settings.samples_per_prompt
-    items = [run.items[row] for row in rows for _ in range(num_samples)]
-    scores = score_samples(samples, items, run.tokenizer, answer_format=run.settings.answer_format)
-    return torch.tensor(scores).view(len(rows), num_samples)
+def scores_of(run: RlRun, samples: Sequence[RolloutSample], rows: Sequence[int]) -> Scores:
+    """Gives the rewards of G * N samples.
+
+    Raises:
+        RuntimeError: No sample got a reward, so that it cannot be the samples' fault.
+    """
+    items = [run.items[row] for row in rows for _ in range(run.settings.samples_per_prompt)]
+    scores = run.task.scores(samples, items)
+    if sum(scores.failures.values()) == len(samples):
+        raise RuntimeError(
+            f"step {run.progress.step}: reward or environment failed on all {len(samples)} samples "
+            f"({scores.failures}); the log has the first reason. Correct the function, or raise "
+            "--trace-function-timeout-s, and resume"
+        )
+    return scores
 
 
 def choose(run: RlRun, samples: Sequence[RolloutSample], rewards: torch.Tensor) -> Chosen:
@@ -162,30 +229,42 @@ def choose(run: RlRun, samples: Sequence[RolloutSample], rewards: torch.Tensor) 
     Args:
         run: The run.
         samples: G * N samples, those of a group next to each other.
-        rewards: FP32 [G, N].
+        rewards: FP32 [G, N]; NaN where a sample has none.
 
     Raises:
         StaleSampleError: A sample is too old, and is not to be left out.
     """
-    versions = {sample.sample_id: sample.policy_version for sample in samples}
-    fresh = set(fresh_samples(versions, run.progress.policy_version, run.settings.loss))
-    spread = rewards.amax(dim=1, keepdim=True) > rewards.amin(dim=1, keepdim=True)
-    has_spread = spread.expand_as(rewards).flatten()
-    wanted = has_spread if run.settings.objective.objective == "dapo" else has_spread | True
+    trained, loss = run.progress.policy_version, run.settings.loss
+    versions = {sample.sample_id: version_of(sample, loss) for sample in samples}
+    fresh = set(fresh_samples(versions, trained, loss))
+    spread = has_spread(rewards)[:, None].expand_as(rewards).flatten()
+    wanted = spread if run.settings.objective.objective == "dapo" else spread | True
+    advantages = advantages_of_rewarded(rewards).flatten()
+    rewarded = ~advantages.isnan()
     kept = [
-        row for row, sample in enumerate(samples) if sample.sample_id in fresh and bool(wanted[row])
+        row
+        for row, sample in enumerate(samples)
+        if sample.sample_id in fresh and bool(wanted[row] & rewarded[row])
     ]
+    taken = [without_stale_tokens(samples[row], trained, loss) for row in kept]
     return Chosen(
-        [samples[row] for row in kept],
-        group_advantages(rewards).flatten()[kept],
+        taken,
+        advantages[kept],
         num_stale=len(samples) - len(fresh),
         num_without_spread=int((~wanted).sum()),
+        num_unrewarded=int((~rewarded).sum()),
+        num_stale_tokens=sum(
+            samples[row].num_sampled - sample.num_sampled
+            for row, sample in zip(kept, taken, strict=True)
+            if sample is not samples[row]
+        ),
     )
 
 
 def step_metrics(
     run: RlRun,
     samples: Sequence[RolloutSample],
+    scores: Scores,
     rewards: torch.Tensor,
     chosen: Chosen,
     update: Update,
@@ -196,18 +275,21 @@ def step_metrics(
     """Gives the metrics of a step that was just done, of weights of `trained_version`."""
     gap, report = _gap(update), run.sites.report()
     lags = [trained_version - sample.policy_version for sample in samples]
-    spread = rewards.amax(dim=1) > rewards.amin(dim=1)
     lengths = [len(sample.response_tokens) for sample in samples]
     return {
         "step": run.progress.step,
         "policy_version": samples[0].policy_version,
-        "reward": rewards.mean().item(),
-        "groups_with_spread": spread.float().mean().item(),
+        "reward": rewards.nanmean().item(),
+        "reward_failures": scores.failures,
+        "reward_failed": sum(scores.failures.values()) / len(samples),
+        "groups_with_spread": has_spread(rewards).float().mean().item(),
         "response_tokens": sum(lengths) / len(lengths),
         "response_tokens_max": max(lengths),
         "unfinished": sum(s.finish_reason != "stop" for s in samples) / len(samples),
         "stale_dropped": chosen.num_stale,
+        "stale_tokens_dropped": chosen.num_stale_tokens,
         "without_spread_dropped": chosen.num_without_spread,
+        "unrewarded_dropped": chosen.num_unrewarded,
         "loss": sum(update.losses) / max(len(update.losses), 1),
         "grad_norm": max(update.grad_norms, default=0.0),
         **update.sums.means(),

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TextIO, cast
 
+from megatron_trace.rl.tokenizer import Message, Tokenizer
+
 PADDING_TOKEN = 0
 END_TOKEN = 1
 _NUM_SPECIAL_TOKENS = 2
@@ -163,6 +165,32 @@ class CharTokenizer:
         """Number of tokens, special ones included."""
         return _NUM_SPECIAL_TOKENS + len(self.characters)
 
+    @property
+    def end_token(self) -> int:
+        """Token that ends a response."""
+        return END_TOKEN
+
+    def prompt_text(self, prompt: str | Sequence[Message], **context: Any) -> str:
+        """Gives the prompt as it is.
+
+        Raises:
+            ValueError: It is a conversation.
+        """
+        if not isinstance(prompt, str):
+            raise ValueError(
+                "a conversation needs a tokenizer with a chat template; give its folder as "
+                "--trace-tokenizer"
+            )
+        return prompt
+
+    def continuation(self, reply: str | Sequence[Message]) -> list[int]:
+        """Gives the tokens of a text that follows a turn.
+
+        Raises:
+            ValueError: As of `prompt_text` and `encode`.
+        """
+        return self.encode(self.prompt_text(reply))
+
     def encode(self, text: str) -> list[int]:
         """Gives one token per character.
 
@@ -193,7 +221,7 @@ class CharTokenizer:
 
 
 def encode_prompts(
-    items: Iterable[TaskItem], tokenizer: CharTokenizer, *, context: int, max_response_tokens: int
+    items: Iterable[TaskItem], tokenizer: Tokenizer, *, context: int, max_response_tokens: int
 ) -> list[list[int]]:
     """Gives the tokens of every prompt, none of which is cut.
 

@@ -17,7 +17,8 @@ from megatron.core.models.hybrid.hybrid_model import HybridModel
 from tqdm import tqdm
 
 from megatron_trace.models.hybrid import causal_mask
-from megatron_trace.rl.tasks import END_TOKEN, PADDING_TOKEN, CharTokenizer, TaskItem
+from megatron_trace.rl.tasks import PADDING_TOKEN, TaskItem
+from megatron_trace.rl.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class WarmStartSettings:
 def warm_start(
     model: HybridModel,
     items: Sequence[TaskItem],
-    tokenizer: CharTokenizer,
+    tokenizer: Tokenizer,
     settings: WarmStartSettings,
     *,
     progress: bool = True,
@@ -99,7 +100,7 @@ def warm_start(
 
 
 def supervised_batch(
-    items: Sequence[TaskItem], tokenizer: CharTokenizer
+    items: Sequence[TaskItem], tokenizer: Tokenizer
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Gives right-padded tokens of prompt, answer and end token, and where the answer is predicted.
 
@@ -117,7 +118,8 @@ def supervised_batch(
                 f"{item} has no answer to learn from; the warm start "
                 "needs a task whose entries have one"
             )
-        rows.append((tokenizer.encode(item.prompt), [*tokenizer.encode(item.answer), END_TOKEN]))
+        answer = [*tokenizer.encode(item.answer), tokenizer.end_token]
+        rows.append((tokenizer.encode(item.prompt), answer))
     longest = max(len(prompt) + len(answer) for prompt, answer in rows)
     tokens = torch.full((len(rows), longest), PADDING_TOKEN)
     answer_mask = torch.zeros(len(rows), longest - 1, dtype=torch.bool)
@@ -129,9 +131,7 @@ def supervised_batch(
 
 
 @torch.no_grad()
-def answer_accuracy(
-    model: HybridModel, items: Sequence[TaskItem], tokenizer: CharTokenizer
-) -> float:
+def answer_accuracy(model: HybridModel, items: Sequence[TaskItem], tokenizer: Tokenizer) -> float:
     """Gives the share of items whose answer the model would write greedily, to the letter."""
     tokens, answer_mask = _on_device_of(model, *supervised_batch(items, tokenizer))
     was_training = model.training

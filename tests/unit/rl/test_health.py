@@ -23,7 +23,7 @@ from megatron_trace.rl.health import (
 from megatron_trace.rl.health_metrics import health_of, largest_nearest, nearest_growth
 from megatron_trace.rl.optimizer import OptimizerSettings
 from megatron_trace.rl.run import RunSettings
-from megatron_trace.rl.step import rewards_of, rl_step, roll_out
+from megatron_trace.rl.step import rl_step, roll_out, scores_of
 from megatron_trace.rl.updates import train
 from megatron_trace.rl_config import HealthConfig
 
@@ -207,7 +207,9 @@ def test_old_hints_hide_the_distance_of_the_weights_but_not_from_the_mismatch_to
     """
     run = started("trace", optimizer=OptimizerSettings(learning_rate=1e-4))
     samples, rows = roll_out(run)
-    advantages = group_advantages(rewards_of(run, samples, rows)).flatten()
+    advantages = group_advantages(
+        torch.tensor(scores_of(run, samples, rows).rewards).view(len(rows), -1)
+    ).flatten()
     nearest, trained = [], []
     for _ in range(5):
         run.sites.reset_report()

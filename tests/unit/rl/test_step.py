@@ -14,9 +14,10 @@ from megatron_trace.rl import step, updates
 from megatron_trace.rl.advantages import group_advantages
 from megatron_trace.rl.health import must_stop
 from megatron_trace.rl.optimizer import OptimizerSettings
+from megatron_trace.rl.own_task import Scores
 from megatron_trace.rl.rewards import score_samples
 from megatron_trace.rl.run import evaluate
-from megatron_trace.rl.step import rewards_of, rl_step, roll_out
+from megatron_trace.rl.step import rl_step, roll_out, scores_of
 from megatron_trace.rl.updates import train, training_batches
 from megatron_trace.rl_config import HealthConfig, LossConfig
 from megatron_trace.rollout import RolloutEngine
@@ -111,7 +112,7 @@ def test_a_guided_run_trains_under_every_objective(started, objective):
 def test_a_step_whose_groups_have_no_spread_leaves_the_weights_alone(started, monkeypatch):
     """DAPO then has no sample to train on, and nothing is divided by their number."""
     run = started("qat", loss=LossConfig(objective="dapo"))
-    monkeypatch.setattr(step, "rewards_of", lambda *_: torch.ones(4, 4))
+    monkeypatch.setattr(step, "scores_of", lambda *_: Scores([1.0] * 16))
     before, metrics = weights_of(run), rl_step(run)
     assert metrics["without_spread_dropped"] == 16
     assert (metrics["loss"], metrics["grad_norm"], metrics["gap"]["num_tokens"]) == (0.0, 0.0, 0)
@@ -337,7 +338,9 @@ def test_updates_with_nan_gradients_are_skipped_and_counted_up_to_a_number(start
 def test_an_activation_that_is_nan_skips_every_update_of_its_step(started, updates):
     run = started("qat", updates_per_rollout=updates)
     samples, rows = roll_out(run)
-    advantages = group_advantages(rewards_of(run, samples, rows)).flatten()
+    advantages = group_advantages(
+        torch.tensor(scores_of(run, samples, rows).rewards).view(len(rows), -1)
+    ).flatten()
     weight = dict(run.model.named_parameters())["embedding.word_embeddings.weight"]
     with torch.no_grad():
         weight.fill_(float("nan"))
@@ -347,7 +350,9 @@ def test_an_activation_that_is_nan_skips_every_update_of_its_step(started, updat
 
 def test_a_loss_that_is_not_finite_skips_the_update(started, monkeypatch):
     run = started("qat")
-    monkeypatch.setattr(step, "group_advantages", lambda rewards: rewards * float("inf"))
+    monkeypatch.setattr(
+        step, "advantages_of_rewarded", lambda rewards: torch.full_like(rewards, float("inf"))
+    )
     before, metrics = weights_of(run), rl_step(run)
     assert (metrics["skipped_updates"], metrics["updates"], metrics["loss"]) == (1, 0, 0.0)
     for name, value in weights_of(run).items():

@@ -143,7 +143,7 @@ def test_a_loss_flag_that_contradicts_a_run_is_refused(demo, capsys):
         ("--runs trace --trace-hint-layers 1", "--trace-hint-layers has no effect on --runs trace"),
         ("--runs flags --trace-hint-layers 4", "names decoder layer 4, but the model has 4"),
         ("--trace-hint-bits 3", "hint_bits must be 1, 2 or 4; got 3"),
-        ("--tasks nowhere.jsonl", "--tasks nowhere.jsonl is no file"),
+        ("--tasks nowhere.jsonl", "--tasks nowhere.jsonl does not exist"),
         ("--steps 0", "--steps must be at least 1; got 0"),
     ],
 )
