@@ -44,8 +44,14 @@ def save(run: RlRun, folder: str | Path, *, identity: Mapping[str, Any]) -> Path
             values that JSON can hold.
 
     Raises:
-        ValueError: The run did no optimizer step yet.
+        ValueError: The run did no optimizer step yet, or samples are in flight.
     """
+    if run.engine.session is not None:
+        raise ValueError(
+            f"{run.engine.session.num_in_flight} samples are in flight, which a checkpoint does "
+            "not hold: the run could not be resumed bit by bit; save after a step that drains "
+            "(drain_every), or abandon them"
+        )
     if run.progress.num_updates == 0:
         # Megatron could save it, but then not load it, for want of Adam's moments.
         raise ValueError(
@@ -123,6 +129,8 @@ def resume(run: RlRun, checkpoint: str | Path, *, identity: Mapping[str, Any]) -
                 f"{checkpoint} is of another run: {name} was {saved!r}, now it is {own!r}; resume "
                 "with the settings of the run that was saved"
             )
+    if run.engine.session is not None:
+        run.engine.session.close()
     progress = Progress(**record["progress"])
     if progress.in_bf16 and not run.progress.in_bf16:
         fall_back_to_bf16(run)

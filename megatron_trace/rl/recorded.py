@@ -115,6 +115,11 @@ class RecordedTraining:
         bound = recorded.hint_memory_mb
         self._max_host_bytes = None if bound is None else bound * 2**20
         loss = loss or LossConfig()
+        if loss.stale_by != "oldest":
+            raise ValueError(
+                f"stale_by={loss.stale_by} is for RL runs: recorded rollouts are left out as whole "
+                "samples, by their oldest version"
+            )
         self._loss = loss_settings(trace.method, loss)
         self.folders = [
             open_samples(
