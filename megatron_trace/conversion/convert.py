@@ -17,6 +17,7 @@ from megatron_trace.conversion.distributed_checkpoint import (
     checkpoint_contents,
     write_checkpoint,
 )
+from megatron_trace.conversion.output_folder import output_folder, require_absent
 from megatron_trace.conversion.published_folder import (
     PublishedFolder,
     listing,
@@ -67,8 +68,7 @@ def hf_to_megatron(
         ValueError: The checkpoint is not one of this family, not that model or not whole, or
             `output` exists.
     """
-    if output.exists():
-        raise ValueError(f"{output} exists; remove it or name another folder")
+    require_absent(output)
     folder = PublishedFolder(published)
     architecture = published_architecture(published, mtp_layers=_mtp(folder))
     if model is not None:
@@ -80,8 +80,6 @@ def hf_to_megatron(
     left_out = folder.require(parts.rows, parts.row_shapes)
     dtypes = _dtypes(folder, parts.rows)
     reader = _PieceReader(folder, parts.rows)
-    checkpoint = output / FIRST_ITERATION
-    checkpoint.mkdir(parents=True)
     common = {
         "checkpoint_version": 3.0,
         "iteration": 0,
@@ -93,8 +91,11 @@ def hf_to_megatron(
             }
         ),
     }
-    write_checkpoint(checkpoint, parts.pieces, parts.objects, dtypes, reader.read, common)
-    (output / TRACKER_FILE).write_text("0", encoding="utf-8")
+    with output_folder(output) as made:
+        checkpoint = made / FIRST_ITERATION
+        checkpoint.mkdir()
+        write_checkpoint(checkpoint, parts.pieces, parts.objects, dtypes, reader.read, common)
+        (made / TRACKER_FILE).write_text("0", encoding="utf-8")
     return Converted(architecture, parts.num_parameters, tuple(left_out))
 
 
@@ -111,10 +112,10 @@ def megatron_to_hf(checkpoint: Path, like: Path, output: Path) -> Converted:
         output: Folder to make.
 
     Raises:
-        ValueError: One of them is not whole or not of this family, or `output` exists.
+        ValueError: One of them is not whole or not of this family, `output` exists, or a weight is
+            NaN or Inf.
     """
-    if output.exists():
-        raise ValueError(f"{output} exists; remove it or name another folder")
+    require_absent(output)
     folder = PublishedFolder(like)
     tensors = CheckpointTensors(iteration_folder(checkpoint))
     has_mtp = any(key.startswith("mtp.") for key in tensors.stored)
@@ -125,16 +126,16 @@ def megatron_to_hf(checkpoint: Path, like: Path, output: Path) -> Converted:
     if problems:
         raise ValueError(f"{tensors.folder} does not hold the model of {like}: {listing(problems)}")
     writer = _TensorWriter(tensors, parts)
-    output.mkdir(parents=True)
-    for file in folder.files.values():
-        contents = (
-            file.chunks(name) if name in left_out else writer.parts(name, DTYPES[stored.dtype])
-            for name, stored in file.tensors.items()
-        )
-        write_like(output / file.path.name, file, contents)
-    for path in sorted(like.iterdir()):
-        if path.is_file() and path.name not in folder.files:
-            shutil.copyfile(path, output / path.name)
+    with output_folder(output) as made:
+        for file in folder.files.values():
+            contents = (
+                file.chunks(name) if name in left_out else writer.parts(name, DTYPES[stored.dtype])
+                for name, stored in file.tensors.items()
+            )
+            write_like(made / file.path.name, file, contents)
+        for path in sorted(like.iterdir()):
+            if path.is_file() and path.name not in folder.files:
+                shutil.copyfile(path, made / path.name)
     return Converted(
         architecture, parts.num_parameters, tuple(left_out), tuple(sorted(writer.rounded))
     )
@@ -145,13 +146,19 @@ def iteration_folder(checkpoint: Path) -> Path:
 
     Args:
         checkpoint: What Megatron's `--save` names, or the folder of an iteration.
+
+    Raises:
+        ValueError: The file that tells the newest iteration tells none.
     """
     tracker = checkpoint / TRACKER_FILE
     if not tracker.is_file():
         return checkpoint
     iteration = tracker.read_text(encoding="utf-8").strip()
-    name = iteration if iteration == "release" else f"iter_{int(iteration):07d}"
-    return checkpoint / name
+    if iteration == "release":
+        return checkpoint / iteration
+    if not iteration.isdecimal():
+        raise ValueError(f"{tracker} must name an iteration; got {iteration[:40]!r}")
+    return checkpoint / f"iter_{int(iteration):07d}"
 
 
 @dataclass(frozen=True)
@@ -234,6 +241,12 @@ class _TensorWriter:
                 if low < high:
                     values = self._read(piece, low - piece.start, high - low)
                     cast = values.to(dtype)
+                    if not cast.isfinite().all():
+                        raise ValueError(
+                            f"{parameter} of {self.tensors.folder} has NaN or Inf, or values that "
+                            f"{dtype} of the original cannot hold: no model to publish; take an "
+                            "earlier iteration"
+                        )
                     if not cast.to(values.dtype).equal(values):
                         self.rounded.add(name)
                     yield tensor_bytes(cast)

@@ -11,7 +11,9 @@ import dataclasses
 import io
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+import pickle
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ from megatron.core.dist_checkpointing.mapping import (
     ShardedTensor,
     ShardedTensorFactory,
 )
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
@@ -208,6 +211,10 @@ def write_checkpoint(
         dtypes: dtype of every parameter.
         read: Gives the values of a piece, [stop - start, ...].
         common: What belongs to no layer, such as the iteration.
+
+    Raises:
+        OSError: The file system refuses, such as a full disk.
+        ValueError: `read` fails.
     """
     # What Megatron calls the object of what belongs to no layer, and how it stores objects.
     compat.require_version("megatron-core", compat.MEGATRON_CORE, "write_checkpoint")
@@ -215,8 +222,25 @@ def write_checkpoint(
     planner = _PiecePlanner(pieces, [*objects, shared], dtypes, read)
     # No copies ahead of the writer, which would hold more tensors than one.
     writer = _FilePerLayer(folder, per_thread_copy_ahead=0)
-    save({}, storage_writer=writer, planner=planner, no_dist=True)
+    with _own_error(f"{folder} cannot be written"):
+        save({}, storage_writer=writer, planner=planner, no_dist=True)
     save_config(CheckpointingConfig("torch_dist", 1), str(folder))
+
+
+@contextmanager
+def _own_error(what: str) -> Iterator[None]:
+    """Raises the error that torch wraps, which is no Exception, as one of ours.
+
+    Raises:
+        OSError: The file system refused, such as a full disk.
+        ValueError: Anything else.
+    """
+    try:
+        yield
+    except CheckpointException as error:
+        cause = next(iter(error.failures.values()))[0]
+        kind = OSError if isinstance(cause, OSError) else ValueError
+        raise kind(f"{what}: {cause}") from error
 
 
 class CheckpointTensors:
@@ -226,7 +250,7 @@ class CheckpointTensors:
         folder: Folder of the checkpoint.
 
     Raises:
-        ValueError: There is none.
+        ValueError: There is none, or what it says of itself cannot be read.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -236,6 +260,8 @@ class CheckpointTensors:
             metadata = self._reader.read_metadata()
         except FileNotFoundError as error:
             raise ValueError(f"{folder} has no distributed checkpoint: {error}") from None
+        except (EOFError, pickle.UnpicklingError) as error:
+            raise ValueError(f"{folder / '.metadata'} is broken: {error}") from error
         self.stored = {
             key: entry
             for key, entry in metadata.state_dict_metadata.items()
@@ -249,10 +275,15 @@ class CheckpointTensors:
             key: The tensor.
             offsets: Where the part begins.
             shape: Shape of the part.
+
+        Raises:
+            OSError: A file is missing or cannot be read.
+            ValueError: A file is broken.
         """
         target = torch.empty(torch.Size(shape), dtype=self.stored[key].properties.dtype)
         planner = _PartPlanner(key, target, torch.Size(offsets))
-        load({}, storage_reader=self._reader, planner=planner, no_dist=True)
+        with _own_error(f"{key} of {self.folder} cannot be read"):
+            load({}, storage_reader=self._reader, planner=planner, no_dist=True)
         return target
 
     def problems(self, pieces: Sequence[Piece]) -> list[str]:

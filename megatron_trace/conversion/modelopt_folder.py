@@ -29,6 +29,7 @@ from modelopt.torch.export.convert_hf_config import convert_hf_quant_config_form
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from megatron_trace.conversion.output_folder import output_folder, require_absent
 from megatron_trace.conversion.published_folder import (
     INDEX_FILE,
     PublishedFolder,
@@ -86,33 +87,25 @@ def write_modelopt_folder(
     Raises:
         ValueError: The model is not the one of `like`, or `output` exists.
     """
-    if output.exists():
-        raise ValueError(f"{output} exists; remove it or name another folder")
+    require_absent(output)
     folder = PublishedFolder(like)
     rows = _rows(folder, like)
     _require_model(model, rows, like)
     copied = tuple(folder.require(_published_rows(folder, like), _row_shapes(model, rows)))
-    temporary = output.with_name(f"{output.name}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    tensors = (
-        *_expert_tensors(model, rows),
-        *_other_tensors(model, rows, folder),
-        *_kv_scales(model, rows),
-        *_copied(folder, copied),
-    )
-    weight_map, plain = _write_shards(temporary, iter(tensors), max_shard_bytes)
-    index = {"metadata": {"total_size": plain.num_bytes}, "weight_map": weight_map}
-    (temporary / INDEX_FILE).write_text(json.dumps(index, indent=2), encoding="utf-8")
-    _write_configuration(temporary, like, model, plain.modules)
-    for path in sorted(like.iterdir()):
-        if (
-            path.is_file()
-            and path.name not in folder.files
-            and not (temporary / path.name).exists()
-        ):
-            shutil.copyfile(path, temporary / path.name)
-    temporary.rename(output)
+    with output_folder(output) as made:
+        tensors = (
+            *_expert_tensors(model, rows),
+            *_other_tensors(model, rows, folder),
+            *_kv_scales(model, rows),
+            *_copied(folder, copied),
+        )
+        weight_map, plain = _write_shards(made, iter(tensors), max_shard_bytes)
+        index = {"metadata": {"total_size": plain.num_bytes}, "weight_map": weight_map}
+        (made / INDEX_FILE).write_text(json.dumps(index, indent=2), encoding="utf-8")
+        _write_configuration(made, like, model, plain.modules)
+        for path in sorted(like.iterdir()):
+            if path.is_file() and path.name not in folder.files and not (made / path.name).exists():
+                shutil.copyfile(path, made / path.name)
     return copied
 
 

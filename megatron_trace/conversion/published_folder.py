@@ -40,7 +40,9 @@ class PublishedFolder:
         self.folder = folder
         index = folder / INDEX_FILE
         if index.is_file():
-            listed = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            listed = _read_json(index).get("weight_map")
+            if not isinstance(listed, dict):
+                raise ValueError(f"{index} has no weight_map, which names the file of each tensor")
         elif (folder / SINGLE_FILE).is_file():
             listed = None
         else:
@@ -151,8 +153,15 @@ def published_architecture(folder: Path, *, mtp_layers: int = 0) -> Architecture
     Raises:
         ValueError: It is another family, or has something that our models do not compute.
     """
-    whole = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    whole = _read_json(folder / "config.json")
     config: dict[str, Any] = whole.get("text_config", whole)
+    if whole.get("model_type") not in MODEL_TYPES:
+        foreign = [f"{name} ({part})" for name, part in _FOREIGN_PARTS.items() if config.get(name)]
+        raise ValueError(
+            f"{folder / 'config.json'} has "
+            f"{listing([f'model_type={whole.get("model_type")}', *foreign])}, which cannot be "
+            f"converted; {', '.join(MODEL_TYPES)} can"
+        )
     rope = config.get("rope_parameters") or {}
     scaling = config.get("rope_scaling") or {}
     rope_type = rope.get("rope_type", scaling.get("rope_type", scaling.get("type", "default")))
@@ -183,10 +192,13 @@ def published_architecture(folder: Path, *, mtp_layers: int = 0) -> Architecture
         )
     except KeyError as error:
         raise ValueError(f"{folder / 'config.json'} lacks {error}") from None
+    except TypeError as error:
+        raise ValueError(
+            f"{folder / 'config.json'} has a size that is no number: {error}"
+        ) from None
     mixers = {"*": "full_attention", "G": "linear_attention"}
     layer_types = [mixers[mixer] for mixer in architecture.mixers()]
     unsupported = {
-        f"model_type={whole.get('model_type')}": whole.get("model_type") not in MODEL_TYPES,
         f"layer_types other than full attention at the end of every {interval} layers": config.get(
             "layer_types", layer_types
         )
@@ -210,6 +222,16 @@ def published_architecture(folder: Path, *, mtp_layers: int = 0) -> Architecture
             f"{folder / 'config.json'} has {listing(found)}, which cannot be converted"
         )
     return architecture
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is no JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} must hold a JSON object; got {type(content).__name__}")
+    return content
 
 
 def _given(rope: Mapping[str, Any], config: Mapping[str, Any], name: str) -> Any:

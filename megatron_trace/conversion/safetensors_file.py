@@ -12,10 +12,18 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32, "F16": torch.float16}
+# Bytes of a value of each dtype of the format that has whole ones.
+_VALUE_BYTES = {
+    **dict.fromkeys(("F64", "I64", "U64", "C64"), 8),
+    **dict.fromkeys(("F32", "I32", "U32"), 4),
+    **dict.fromkeys(("BF16", "F16", "I16", "U16"), 2),
+    **dict.fromkeys(("F8_E4M3", "F8_E5M2", "F8_E8M0", "I8", "U8", "BOOL"), 1),
+}
 _LENGTH_BYTES = 8
 # No header of a real file is longer; a longer one is another format.
 _MAX_HEADER_BYTES = 1 << 30
@@ -70,16 +78,9 @@ class SafetensorsFile:
             text = file.read(length)
         start = _LENGTH_BYTES + length
         try:
-            entries = json.loads(text)
-        except ValueError as error:
-            raise ValueError(f"{path} is not a safetensors file: {error}") from None
-        entries.pop("__metadata__", None)
-        tensors = {}
-        for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
-            first, last = entry["data_offsets"]
-            tensors[name] = StoredTensor(
-                entry["dtype"], tuple(entry["shape"]), start + first, last - first
-            )
+            tensors = _stored_tensors(json.loads(text), start)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{path} is not a safetensors file: {error!r}") from None
         end = max((t.start + t.num_bytes for t in tensors.values()), default=start)
         if end != size:
             raise ValueError(f"{path} has {size} bytes, but its header tells of {end}: incomplete")
@@ -126,6 +127,34 @@ class SafetensorsFile:
             file.seek(stored.start)
             for done in range(0, stored.num_bytes, chunk_bytes):
                 yield file.read(min(chunk_bytes, stored.num_bytes - done))
+
+
+def _stored_tensors(header: dict[str, Any], start: int) -> dict[str, StoredTensor]:
+    """Gives what a header says, checked: tensors fill the file, each with its shape's bytes.
+
+    Args:
+        header: What the JSON holds.
+        start: First byte of the tensors.
+
+    Raises:
+        AttributeError: The header is no object; likewise KeyError, TypeError.
+        ValueError: A tensor has another size than its shape, or does not begin where the one before
+            ends.
+    """
+    entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
+    tensors, end = {}, 0
+    for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
+        first, last = entry["data_offsets"]
+        shape, value_bytes = tuple(entry["shape"]), _VALUE_BYTES.get(entry["dtype"])
+        expected = last - first if value_bytes is None else math.prod(shape) * value_bytes
+        if first != end or last - first != expected:
+            raise ValueError(
+                f"{name} of {entry['dtype']} {list(shape)} lies at bytes {first} to {last}, where "
+                f"{expected} bytes from {end} on were expected"
+            )
+        tensors[name] = StoredTensor(entry["dtype"], shape, start + first, last - first)
+        end = last
+    return tensors
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:

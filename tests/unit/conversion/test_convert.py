@@ -2,8 +2,11 @@
 
 import gc
 import json
+import os
 import re
+import resource
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
@@ -242,6 +245,7 @@ def test_neither_direction_holds_the_model(tmp_path):
         ({"layer_types": ["full_attention"] * 4}, "layer_types other than full attention"),
         ({"quantization_config": {}}, "quantization_config"),
         ({"head_dim": None}, "head_dim"),
+        ({"num_experts": "8"}, "has a size that is no number: "),
         (
             {"model_type": "qwen4_exp", "hc_count": 4, "indexer_n_heads": 8},
             r"model_type=qwen4_exp, hc_count \(hyper-connections\), indexer_n_heads \(sparse",
@@ -262,3 +266,134 @@ def test_no_folder_is_written_over(published, tmp_path):
     (tmp_path / "megatron").mkdir()
     with pytest.raises(ValueError, match="exists; remove it"):
         hf_to_megatron(published[0], tmp_path / "megatron")
+
+
+def edit_header(folder, edit):
+    path = folder / "model.safetensors"
+    content = path.read_bytes()
+    stop = 8 + int.from_bytes(content[:8], "little")
+    header = json.loads(content[8:stop])
+    edit(header)
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + content[stop:])
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda of: (of / "model.safetensors").write_bytes(b"\x02"), "is not a safetensors file"),
+        (
+            lambda of: os.truncate(of / "model.safetensors", 100_000),
+            r"has 100000 bytes, but its header tells of \d+: incomplete",
+        ),
+        (
+            lambda of: edit_header(of, lambda header: header["model.norm.weight"].pop("shape")),
+            r"not a safetensors file: KeyError\('shape'\)",
+        ),
+        (
+            lambda of: edit_header(
+                of, lambda header: header["model.norm.weight"].update(dtype="F32")
+            ),
+            r"model.norm.weight of F32 \[64\] lies at bytes \d+ to \d+, where 256 bytes",
+        ),
+        (
+            lambda of: (of / "model.safetensors.index.json").write_text("{}"),
+            "index.json has no weight_map",
+        ),
+        (lambda of: (of / "config.json").write_text("{"), "config.json is no JSON"),
+        (lambda of: (of / "config.json").write_text("[]"), "must hold a JSON object; got list"),
+        (
+            lambda of: (of / "config.json").write_text('{"model_type": "llama"}'),
+            "has model_type=llama, which cannot be converted; qwen3_5_moe",
+        ),
+    ],
+)
+def test_a_damaged_folder_is_refused_in_words_before_anything_is_written(
+    published, tmp_path, damage, message
+):
+    folder = tmp_path / "published"
+    shutil.copytree(published[0], folder)
+    damage(folder)
+    with pytest.raises(ValueError, match=message):
+        hf_to_megatron(folder, tmp_path / "megatron")
+    assert [path.name for path in tmp_path.iterdir()] == ["published"]
+
+
+@pytest.fixture
+def full_disk():
+    """Files of this process cannot grow beyond 10 kB."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    signal.signal(signal.SIGXFSZ, before)
+
+
+def test_a_full_disk_is_an_error_of_the_file_system_and_leaves_nothing(
+    published, tmp_path, full_disk
+):
+    with pytest.raises(OSError, match=r"megatron\.tmp/iter_0000000 cannot be written: .*too large"):
+        hf_to_megatron(published[0], tmp_path / "megatron")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_conversion_that_was_ended_is_repeated(published, tmp_path):
+    for left in ("megatron.tmp/iter_0000000", "back.tmp"):
+        (tmp_path / left).mkdir(parents=True)
+        (tmp_path / left / "model.safetensors").write_bytes(b"half")
+    round_trip(published[0], tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["back", "megatron"]
+
+
+def largest_file(iteration):
+    return max(iteration.glob("*.distcp"), key=lambda path: path.stat().st_size)
+
+
+def damage_file(iteration):
+    path = largest_file(iteration)
+    os.truncate(path, path.stat().st_size // 2)
+
+
+@pytest.mark.parametrize(
+    ("damage", "error", "message"),
+    [
+        (damage_file, ValueError, r" of \S+ cannot be read: "),
+        (
+            lambda iteration: largest_file(iteration).unlink(),
+            OSError,
+            r" of \S+ cannot be read: .*No such file",
+        ),
+        (
+            lambda iteration: (iteration / ".metadata").write_bytes(b"xx"),
+            ValueError,
+            r"\.metadata is broken",
+        ),
+        (
+            lambda iteration: (iteration.parent / "latest_checkpointed_iteration.txt").write_text(
+                "x"
+            ),
+            ValueError,
+            "must name an iteration; got 'x'",
+        ),
+    ],
+)
+def test_a_damaged_distributed_checkpoint_is_refused_and_leaves_nothing(
+    published, tmp_path, damage, error, message
+):
+    hf_to_megatron(published[0], tmp_path / "megatron")
+    damage(tmp_path / "megatron" / "iter_0000000")
+    with pytest.raises(error, match=message):
+        megatron_to_hf(tmp_path / "megatron", published[0], tmp_path / "back")
+    assert [path.name for path in tmp_path.iterdir()] == ["megatron"]
+
+
+def test_weights_that_are_nan_are_not_published(published, tmp_path):
+    folder = tmp_path / "published"
+    shutil.copytree(published[0], folder)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"].fill_(float("nan"))
+    save_file(tensors, folder / "model.safetensors")
+    hf_to_megatron(folder, tmp_path / "megatron")
+    with pytest.raises(ValueError, match=r"decoder.final_norm.weight of \S+ has NaN or Inf"):
+        megatron_to_hf(tmp_path / "megatron", folder, tmp_path / "back")
