@@ -1,12 +1,16 @@
 """Writes what a rollout engine serves as a checkpoint in ModelOpt's layout (NVFP4 experts).
 
     python tools/export_rollout_weights.py --published HF_FOLDER --settings ROLLOUTS --output FOLDER
+    python tools/export_rollout_weights.py --published HF_FOLDER --calibration ROLLOUTS \\
+        --recipe h_scale --output FOLDER
 
 HF_FOLDER holds the trained weights in BF16, as published; from Megatron's own checkpoint
-`tools/convert_checkpoint.py megatron-to-hf` makes it. ROLLOUTS is a folder of rollouts or a
-checkpoint with a `settings.json`, whose static scales become the checkpoint's input scales. The
-engine is built, takes the weights as in a push and quantises them; what is written is read again
-and compared bit by bit.
+`tools/convert_checkpoint.py megatron-to-hf` makes it. The engine is built, takes the weights as in
+a push and quantises them; what is written is read again and compared bit by bit.
+
+The checkpoint's input scales are those of `--settings`, a folder of rollouts or a checkpoint with a
+`settings.json`; or, after training in BF16, what the samples of the folder `--calibration` give.
+`--recipe` chooses how the experts' scales are found (`ptq`); h_scale reads those samples too.
 """
 
 # ruff: noqa: E402  The stand-in for the CUDA runtime must be installed before Megatron is imported.
@@ -30,10 +34,13 @@ from megatron_trace.conversion.modelopt_folder import (
 )
 from megatron_trace.conversion.published_folder import PublishedFolder, published_architecture
 from megatron_trace.conversion.weight_rows import PublishedNames, weight_rows
+from megatron_trace.hints.files import HintFiles
 from megatron_trace.hints.settings_file import load_settings
 from megatron_trace.hints.types import QuantizerSettings
 from megatron_trace.hints.weight_digest import combine_digests, matrix_digest
 from megatron_trace.models.local_config import architecture_config
+from megatron_trace.ptq.hessian import calibrate_with_hessians
+from megatron_trace.ptq.recipes import RECIPES, Recipe
 from megatron_trace.rollout import RolloutEngine
 from megatron_trace.testing.single_process import single_process
 
@@ -44,14 +51,27 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--published", type=Path, required=True, metavar="HF_FOLDER")
-    parser.add_argument("--settings", type=Path, required=True, metavar="ROLLOUTS")
+    scales = parser.add_mutually_exclusive_group(required=True)
+    scales.add_argument("--settings", type=Path, metavar="ROLLOUTS")
+    scales.add_argument("--calibration", type=Path, metavar="ROLLOUTS")
+    parser.add_argument(
+        "--calibration-samples", type=int, default=256, help="most samples of it (default 256)"
+    )
+    parser.add_argument("--recipe", choices=RECIPES, default="vanilla", help="default vanilla")
     parser.add_argument("--output", type=Path, required=True, metavar="FOLDER")
     parser.add_argument("--shard-gb", type=float, default=5.0, help="size of the largest file")
     args = parser.parse_args()
+    if args.settings and RECIPES[args.recipe].needs_hessians:
+        parser.error(f"--recipe {args.recipe} needs --calibration, not --settings")
     logging.getLogger("megatron").setLevel(logging.ERROR)
     try:
         with single_process(seed=0):
-            engine, digest = serving_engine(args.published, load_settings(args.settings))
+            given = (
+                load_settings(args.settings)
+                if args.settings
+                else sample_tokens(args.calibration, args.calibration_samples)
+            )
+            engine, digest = serving_engine(args.published, given, RECIPES[args.recipe])
             model = QuantisedModel(*engine.quantised_model())
             max_shard_bytes = int(args.shard_gb * 1e9)
             copied = write_modelopt_folder(
@@ -65,13 +85,36 @@ def main() -> None:
             f"{args.output} has experts of digest {read}, but the engine's is {digest}"
         )
     print(f"{args.output}: {len(model.experts)} matrices in NVFP4, digest {digest}")
+    print(f"recipe {args.recipe}: {RECIPES[args.recipe].note}")
     print(f"{len(model.parameters)} parameters as they are, {len(copied)} tensors copied")
 
 
-def serving_engine(published: Path, settings: QuantizerSettings) -> tuple[RolloutEngine, str]:
-    """Gives an engine that serves the weights of a folder, and the digest of its experts."""
+def sample_tokens(folder: Path, num_samples: int) -> list[torch.Tensor]:
+    """Gives prompt and response of the first samples of a folder, int64 [1, S] each.
+
+    Raises:
+        ValueError: There is none.
+    """
+    files = HintFiles(folder)
+    samples = [files.sample(name) for name in files.sample_ids()[:num_samples]]
+    if not samples:
+        raise ValueError(f"{folder} has no sample to calibrate with")
+    return [torch.tensor([[*one.prompt_tokens, *one.response_tokens]]) for one in samples]
+
+
+def serving_engine(
+    published: Path, given: QuantizerSettings | list[torch.Tensor], recipe: Recipe
+) -> tuple[RolloutEngine, str]:
+    """Gives an engine that serves the weights of a folder, and the digest of its experts.
+
+    Args:
+        published: The folder.
+        given: Settings that the engine takes, or tokens that calibrate it in NVFP4.
+        recipe: How the experts' scales are found.
+    """
     folder, architecture = PublishedFolder(published), published_architecture(published)
     rows = weight_rows(architecture, PublishedNames.of(folder.names), mtp=False)
+    settings = given if isinstance(given, QuantizerSettings) else QuantizerSettings({})
     engine = RolloutEngine(
         architecture_config(architecture),
         pattern=architecture.pattern(),
@@ -80,7 +123,8 @@ def serving_engine(published: Path, settings: QuantizerSettings) -> tuple[Rollou
         max_sequence_length=32,
         max_requests=1,
         trace=TraceConfig(
-            number_format=settings.number_format,
+            # Any string for the type checker; the settings have checked it.
+            number_format=settings.number_format,  # pyright: ignore[reportArgumentType]
             quantised_parts=settings.quantised_parts,
             power_of_two_scales=settings.power_of_two_scales,
         ),
@@ -90,9 +134,16 @@ def serving_engine(published: Path, settings: QuantizerSettings) -> tuple[Rollou
         rotary_base=architecture.rope_base,
         keep_packed_weights=True,
     )
-    engine.use_settings(settings)
     named = {name: folder.read(parts) for name, parts in rows.items()}
-    return engine, engine.push_weights(named, policy_version=0)
+    hessians = None
+    if isinstance(given, QuantizerSettings):
+        engine.use_settings(given)
+    else:
+        engine.load_weights(named)
+        hessians = calibrate_with_hessians(engine, given)
+    # What a push does by itself, in the settings' own number format.
+    rule = None if recipe.name == "vanilla" else recipe.rule(hessians)
+    return engine, engine.push_weights(named, policy_version=0, rule=rule)
 
 
 def digest_read_back(model: QuantisedModel, output: Path, published: Path) -> str:

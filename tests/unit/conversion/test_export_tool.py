@@ -1,15 +1,37 @@
 """The program that exports what an engine serves, with the settings of a folder of rollouts."""
 
+import importlib.util
 import json
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+import torch
+
+from megatron_trace.conversion.modelopt_folder import read_modelopt_folder
+from megatron_trace.hints.files_writer import HintFilesWriter
 from megatron_trace.hints.settings_file import save_settings
-from megatron_trace.hints.types import QuantizerSettings, Site
+from megatron_trace.hints.types import QuantizerSettings, RolloutSample, Site
 from megatron_trace.testing.published_model import published_model
 
 TOOL = Path(__file__).parents[3] / "tools" / "export_rollout_weights.py"
+
+
+@pytest.fixture
+def export(monkeypatch):
+    """Runs the program in this process, which has imported everything already."""
+    spec = importlib.util.spec_from_file_location("export_rollout_weights", TOOL)
+    assert spec is not None
+    assert spec.loader is not None
+    tool = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tool)
+
+    def export(*flags):
+        monkeypatch.setattr(sys, "argv", list(map(str, [TOOL, *flags])))
+        tool.main()
+
+    return export
 
 
 def test_the_tool_writes_a_checkpoint_and_says_its_digest(tmp_path):
@@ -29,3 +51,44 @@ def test_the_tool_writes_a_checkpoint_and_says_its_digest(tmp_path):
     again = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False)
     assert again.returncode == 1
     assert "out exists; remove it or name another folder" in again.stderr
+
+
+def test_after_bf16_rollouts_the_tool_calibrates_and_applies_a_recipe(tmp_path, export, capsys):
+    published_model("qwen3_5_moe", tmp_path / "published")
+    samples = [
+        RolloutSample(
+            f"s{number}",
+            prompt_tokens=(1, 2 + number, 3),
+            response_tokens=(4, 5 + number),
+            logprobs=torch.zeros(2),
+            routing=torch.zeros(4, 4, 4, dtype=torch.int16),
+            policy_version=0,
+            settings_digest="",
+            finish_reason="stop",
+        )
+        for number in range(8)
+    ]
+    with HintFilesWriter(tmp_path / "rollouts") as files:
+        files.commit(samples)
+    flags = ["--published", tmp_path / "published", "--calibration", tmp_path / "rollouts"]
+    export(*flags, "--recipe", "h_scale", "--output", tmp_path / "h_scale")
+    assert "our reading of H-Scale" in capsys.readouterr().out
+    export(*flags, "--output", tmp_path / "vanilla")
+    first, second = (
+        read_modelopt_folder(tmp_path / name, tmp_path / "published")
+        for name in ("h_scale", "vanilla")
+    )
+    assert first.input_scales == second.input_scales
+    differing = [
+        place
+        for place, packed in first.experts.items()
+        if not torch.equal(packed.scale_bytes, second.experts[place].scale_bytes)
+    ]
+    assert len(differing) > len(first.experts) / 2
+
+
+def test_hessians_without_samples_are_refused(tmp_path, export, capsys):
+    flags = ["--published", tmp_path, "--settings", tmp_path, "--output", tmp_path / "out"]
+    with pytest.raises(SystemExit):
+        export(*flags, "--recipe", "h_scale")
+    assert "--recipe h_scale needs --calibration, not --settings" in capsys.readouterr().err
