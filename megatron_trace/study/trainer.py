@@ -9,7 +9,6 @@ import contextlib
 import copy
 import dataclasses
 from collections.abc import Iterator, Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +26,7 @@ from megatron_trace.metrics import compare_rows
 from megatron_trace.models.hybrid import decoder_layer_indices, decoder_layers
 from megatron_trace.study.cells import Cell, EngineSetting, kept_layers
 from megatron_trace.study.model import StudyModel
+from megatron_trace.study.perturbation import perturb_layers
 from megatron_trace.training.model import build_trainer_model
 from megatron_trace.training.rounding import HintRows, Rounding
 from megatron_trace.training.routing import install_keyed_replay
@@ -293,26 +293,12 @@ def activation_noise(trainer: HybridModel, cell: Cell) -> Iterator[None]:
     if kind != "activations" or size == 0:
         yield
         return
-    stack: Any = trainer.decoder
-    hooks = [
-        layer.register_forward_hook(partial(_add_noise, number, size))
-        for number, layer in enumerate(stack.layers)
-    ]
+    hooks = perturb_layers(trainer, size)
     try:
         yield
     finally:
         for hook in hooks:
             hook.remove()
-
-
-def _add_noise(number: int, size: float, _: torch.nn.Module, __: Any, output: Any) -> Any:
-    hidden, *rest = output if isinstance(output, tuple) else (output,)
-    generator = torch.Generator(device=hidden.device).manual_seed(number)
-    noise = torch.randn(
-        hidden.shape, generator=generator, device=hidden.device, dtype=torch.float32
-    )
-    noisy = (hidden.float() * (1 + size * noise)).to(hidden.dtype)
-    return (noisy, *rest) if isinstance(output, tuple) else noisy
 
 
 def counts_of_sample(sites: StudySites, column: int) -> dict[str, Any]:
