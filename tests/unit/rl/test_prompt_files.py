@@ -106,7 +106,7 @@ def test_a_dataset_of_several_splits_asks_for_one(tmp_path):
 
 def test_another_kind_of_file_is_refused(tmp_path):
     (tmp_path / "p.csv").write_text("prompt\n1")
-    with pytest.raises(ValueError, match="p.csv cannot be read as a .jsonl"):
+    with pytest.raises(ValueError, match=r"p\.csv cannot be read as a \.jsonl"):
         load_records(tmp_path / "p.csv")
     with pytest.raises(ValueError, match="absent does not exist; it must be"):
         load_records(tmp_path / "absent")
