@@ -43,10 +43,8 @@ def main() -> None:
         f"{request.prompt_tokens} + {request.response_tokens} tokens a step"
     )
     for num_gpus in SWEEP:
-        share = request.rollout_gpus * num_gpus // request.num_gpus
         try:
-            of_size = dataclasses.replace(request, num_gpus=num_gpus, rollout_gpus=share)
-            print(summary(make_plan(of_size)))
+            print(summary(make_plan(request.with_gpus(num_gpus))))
         except DoesNotFit as error:
             print(f"{num_gpus:5d} {request.hardware.name}: {error}")
 
@@ -68,9 +66,16 @@ def parsed_flags() -> argparse.Namespace:
     parser.add_argument("--samples", type=int, default=4096, help="of a step, default 4096")
     parser.add_argument("--number-format", default="nvfp4")
     parser.add_argument("--hint-sites", nargs="+", help="default: the best that is affordable")
-    parser.add_argument("--hint-layers", choices=("all", "latter_half"), default="all")
-    parser.add_argument("--hint-bits", type=int, choices=(1, 2, 4), default=1)
-    parser.add_argument("--hint-scales", choices=("raw", "residue"), default="raw")
+    with_sites = "default %s; with --hint-sites only"
+    parser.add_argument(
+        "--hint-layers", choices=("all", "latter_half"), help=with_sites % HintChoice.layers
+    )
+    parser.add_argument(
+        "--hint-bits", type=int, choices=(1, 2, 4), help=with_sites % HintChoice.bits
+    )
+    parser.add_argument(
+        "--hint-scales", choices=("raw", "residue"), help=with_sites % HintChoice.scales
+    )
     parser.add_argument("--no-packed-activations", action="store_true")
     parser.add_argument("--max-hint-share", type=float, default=0.25)
     parser.add_argument("--set", nargs="+", default=[], metavar="FIELD=NUMBER", dest="changes")
@@ -86,9 +91,14 @@ def asked(args: argparse.Namespace) -> Request:
     """
     given = {field: getattr(args, field) for field in UNKNOWN}
     hints = None
+    how = {"layers": args.hint_layers, "bits": args.hint_bits, "scales": args.hint_scales}
+    how = {name: value for name, value in how.items() if value is not None}
     if args.hint_sites is not None:
-        hints = HintChoice(
-            tuple(args.hint_sites), args.hint_layers, args.hint_bits, args.hint_scales
+        hints = HintChoice(tuple(args.hint_sites), **how)
+    elif how:
+        raise ValueError(
+            f"--hint-{' --hint-'.join(how)} has no effect without --hint-sites, as the plan then "
+            "chooses the hints; name the sites or leave it out"
         )
     return Request(
         architecture=preset(args.model, **{f: n for f, n in given.items() if n is not None}),
@@ -122,7 +132,11 @@ def changed(settings: Any, changes: list[str]) -> Any:
         name, _, text = change.partition("=")
         if name not in fields:
             raise ValueError(f"{name!r} is none of {', '.join(fields)}")
-        values[name] = int(text) if fields[name] == "int" else float(text)
+        try:
+            values[name] = int(text) if fields[name] == "int" else float(text)
+        except ValueError:
+            kind = "a whole number" if fields[name] == "int" else "a number"
+            raise ValueError(f"{name} must be {kind}; got {text!r}") from None
     return dataclasses.replace(settings, **values)
 
 

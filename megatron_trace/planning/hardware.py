@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from dataclasses import dataclass
 
 GIB = 1 << 30
@@ -40,6 +42,13 @@ class Hardware:
     host_gb_s: float = 50
     disk_tib: float = 14
     disk_gb_s: float = 10
+
+    def __post_init__(self) -> None:
+        """Raises ValueError on a number that no machine has."""
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name != "name" and not 0 < value < math.inf:
+                raise ValueError(f"{field.name} must be above 0 and finite; got {value}")
 
     @property
     def memory_bytes(self) -> float:
@@ -123,3 +132,9 @@ class Efficiency:
     disk: float = 0.7
     usable_memory: float = 0.9
     usable_host: float = 0.7
+
+    def __post_init__(self) -> None:
+        """Raises ValueError on what is no share."""
+        for name, share in vars(self).items():
+            if not 0 < share <= 1:
+                raise ValueError(f"{name} is a share of a peak, in (0, 1]; got {share}")

@@ -76,7 +76,7 @@ def fits(request: Request, memory: TrainingMemory) -> bool:
 
 def waiting_bytes(request: Request, memory: TrainingMemory) -> float:
     """Gives what waits in a host's memory while its GPUs roll out."""
-    return 0.0 if request.rollout_gpus else request.hardware.gpus_per_node * memory.states
+    return 0.0 if request.rollout_gpus else request.gpus_of_host * memory.states
 
 
 def fastest_layout(request: Request, hints: HintChoice) -> Fitted | None:

@@ -247,9 +247,9 @@ def _what_would(request: Request) -> str:
 
 def _fewest_gpus(request: Request) -> int | None:
     """Gives the smallest number of GPUs, doubling from one host, with which the run fits."""
-    count, share = request.hardware.gpus_per_node, request.rollout_gpus / request.num_gpus
+    count = max(request.hardware.gpus_per_node, 2 if request.rollout_gpus else 1)
     while count <= MAX_GPUS:
-        larger = dataclasses.replace(request, num_gpus=count, rollout_gpus=int(share * count))
+        larger = request.with_gpus(count)
         rolls_out = plan_rollout(larger, request.number_format) is not None
         if rolls_out and fastest_layout(larger, request.hints or HintChoice()) is not None:
             return count

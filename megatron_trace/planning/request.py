@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 
 from megatron_trace.formats.number_format import FORMAT_SETS
@@ -47,6 +48,8 @@ class Request:
         for name in ("num_gpus", "prompt_tokens", "response_tokens", "num_samples"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1; got {getattr(self, name)}")
+        if not 0 < self.max_hint_share <= 1:
+            raise ValueError(f"max_hint_share must be in (0, 1]; got {self.max_hint_share}")
         if not 0 <= self.rollout_gpus < self.num_gpus:
             raise ValueError(
                 f"rollout_gpus={self.rollout_gpus} must leave some of num_gpus={self.num_gpus} to "
@@ -64,6 +67,19 @@ class Request:
     def generating_gpus(self) -> int:
         """GPUs that roll out."""
         return self.rollout_gpus or self.num_gpus
+
+    def with_gpus(self, num_gpus: int) -> Request:
+        """Gives the same run with other GPUs: their share that only rolls out, at least one of each
+        kind, stays."""
+        share = 0
+        if self.rollout_gpus:
+            share = max(1, self.rollout_gpus * num_gpus // self.num_gpus)
+        return dataclasses.replace(self, num_gpus=num_gpus, rollout_gpus=share)
+
+    @property
+    def gpus_of_host(self) -> int:
+        """GPUs of a host that the run has."""
+        return min(self.num_gpus, self.hardware.gpus_per_node)
 
     @property
     def num_hosts(self) -> int:

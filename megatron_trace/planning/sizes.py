@@ -35,6 +35,16 @@ class HintChoice:
     bits: int = 1
     scales: Literal["raw", "residue"] = "raw"
 
+    def __post_init__(self) -> None:
+        """Raises ValueError on sites that there are not, or that are named twice."""
+        known = [str(site) for site in Site]
+        unknown = [site for site in self.sites if site not in known]
+        if unknown or not self.sites or len(set(self.sites)) < len(self.sites):
+            raise ValueError(
+                f"sites must be some of {', '.join(known)}, each once; got "
+                f"{' '.join(self.sites) or 'none'}"
+            )
+
     def __str__(self) -> str:
         """The choice as flags."""
         return (

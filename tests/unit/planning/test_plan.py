@@ -1,6 +1,7 @@
 """Plans: memory against what was measured, roofline against bytes, refusals that help."""
 
 import dataclasses
+import importlib
 import re
 import subprocess
 import sys
@@ -10,7 +11,7 @@ import pytest
 
 from megatron_trace.models.presets import NAME_2_4T, PRESETS, UNKNOWN_FIELDS, preset
 from megatron_trace.planning.hardware import HARDWARE, Efficiency
-from megatron_trace.planning.layouts import layouts
+from megatron_trace.planning.layouts import layouts, waiting_bytes
 from megatron_trace.planning.plan import DoesNotFit, make_plan
 from megatron_trace.planning.report import report, summary
 from megatron_trace.planning.request import Request
@@ -161,11 +162,64 @@ def test_gpus_of_their_own_let_rollout_and_training_run_at_once():
         ({"num_gpus": 0}, "num_gpus must be at least 1"),
         ({"rollout_gpus": 64}, "rollout_gpus=64 must leave some"),
         ({"number_format": "int4"}, "number_format must be one of"),
+        ({"max_hint_share": 0.0}, "max_hint_share must be in"),
     ],
 )
 def test_requests_that_no_run_has_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         request(**changes)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: HintChoice(("fc1", "fc3")), "some of fc1, fc2, k, v, each once; got fc1 fc3"),
+        (lambda: HintChoice(("fc1", "fc1")), "each once; got fc1 fc1"),
+        (lambda: HintChoice(()), "each once; got none"),
+        (lambda: Efficiency(compute=0), "compute is a share of a peak"),
+        (lambda: Efficiency(memory=1.5), "memory is a share of a peak"),
+        (lambda: dataclasses.replace(HARDWARE["H200"], gpus_per_node=0), "gpus_per_node must be"),
+        (lambda: dataclasses.replace(HARDWARE["H200"], disk_gb_s=-1), "disk_gb_s must be above 0"),
+    ],
+)
+def test_machines_shares_and_hints_that_there_are_not_are_refused_by_name(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--hint-layers latter_half --hint-bits 4", "--hint-layers --hint-bits has no effect"),
+        ("--set memory_gib=much", "memory_gib must be a number; got 'much'"),
+        ("--set gpus_per_node=4.5", "gpus_per_node must be a whole number; got '4.5'"),
+        ("--set memory=4", "'memory' is none of memory_gib"),
+    ],
+)
+def test_flags_that_contradict_each_other_or_are_no_numbers_are_refused(
+    flags, message, monkeypatch
+):
+    monkeypatch.syspath_prepend(str(TOOL.parent))
+    plan = importlib.import_module("plan")
+    monkeypatch.setattr(sys, "argv", [str(TOOL), MODEL.name, *flags.split()])
+    with pytest.raises(ValueError, match=re.escape(message)):
+        plan.asked(plan.parsed_flags())
+
+
+def test_a_host_of_which_the_run_has_some_gpus_holds_the_states_of_these():
+    host = {"num_gpus": 2, "hardware": dataclasses.replace(HARDWARE["B300"], host_gib=2048)}
+    memory = training_memory(
+        request(**host), Layout(1, 2, 1, 1, 1, "full"), HintChoice(), num_micro_batches=4096
+    )
+    assert waiting_bytes(request(**host), memory) == 2 * memory.states
+    assert waiting_bytes(request(**host | {"num_gpus": 64}), memory) == 8 * memory.states
+
+
+def test_gpus_that_roll_out_alone_stay_in_a_smaller_run():
+    """3 of 64 would be none of 8, and the run one by turns."""
+    assert request(rollout_gpus=3).with_gpus(8).rollout_gpus == 1
+    assert request(rollout_gpus=48).with_gpus(8).rollout_gpus == 6
+    assert request().with_gpus(8).rollout_gpus == 0
 
 
 def test_the_tool_prints_a_plan_of_ones_own_machines():
