@@ -27,6 +27,7 @@ if __name__ == "__main__":  # Megatron and torch announce deprecations of their 
     logging.disable(logging.WARNING)
 
 import argparse
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -35,6 +36,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -46,7 +48,9 @@ from megatron_trace.ptq.recipes import RECIPES
 from megatron_trace.ptq.weights import block_errors
 from megatron_trace.rl import checkpoint
 from megatron_trace.rl.run import RlRun, build_run, calibration_batches, solved
-from megatron_trace.rl.tasks import END_TOKEN, CharTokenizer, TaskItem, load_tasks, split_tasks
+from megatron_trace.rl.task import open_task
+from megatron_trace.rl.tasks import TaskItem, split_tasks
+from megatron_trace.rl_config import TaskConfig
 from megatron_trace.rollout.engine import RolloutEngine
 from megatron_trace.rollout.weights import MatrixPlace
 from megatron_trace.testing.single_process import single_process, tiny_moe_config
@@ -104,7 +108,9 @@ def main() -> None:
     )
     parser.add_argument("--run", type=Path, required=True, help="folder of a run of the demo")
     parser.add_argument("--recipe", nargs="+", choices=RECIPES, default=list(RECIPES))
-    parser.add_argument("--tasks", type=Path, help="prompt file (default: tasks.jsonl two above)")
+    parser.add_argument(
+        "--tasks", type=Path, help="prompt file (default: tasks.jsonl, two folders above)"
+    )
     parser.add_argument("--held-out", type=int, help="problems (default: those of the run)")
     parser.add_argument("--calibration", type=int, default=256, help="samples (default 256)")
     parser.add_argument("--output", type=Path, help="default: ptq.json in the run's folder")
@@ -147,24 +153,45 @@ def compare(
     saved = checkpoint.latest(folder / "checkpoints")
     settings, identity = checkpoint.saved_run(saved)
     path = tasks or folder.parent.parent / "tasks.jsonl"
-    train_items, held_out = _items(path, identity, num_held_out)
+    _require_same_tasks(path, identity)
+    items, task = open_task(
+        path, TaskConfig(**identity.get("task", {})), answer_format=settings.answer_format
+    )
+    train_items, held_out = split_tasks(items, num_held_out=identity["held_out"], seed=0)
+    held_out = _held_out(held_out, num_held_out)
     run = build_run(
         settings,
         tiny_moe_config(identity["pattern"]),
         pattern=identity["pattern"],
         items=train_items,
-        tokenizer=CharTokenizer.of_tasks(load_tasks(path)),
+        tokenizer=task.tokenizer,
+        task=task,
     )
+    with contextlib.closing(task):
+        return _compare(run, saved, identity, held_out, recipes, num_calibration)
+
+
+def _compare(
+    run: RlRun,
+    saved: Path,
+    identity: Mapping[str, Any],
+    held_out: list[TaskItem],
+    recipes: Sequence[str],
+    num_calibration: int,
+) -> list[Result]:
     checkpoint.resume(run, saved, identity=identity)
     weights = run.named_weights()
-    print(f"{saved}: method {settings.trace.method}, {len(held_out)} held-out problems", flush=True)
+    print(
+        f"{saved}: method {run.settings.trace.method}, {len(held_out)} held-out problems",
+        flush=True,
+    )
     run.engine = _engine(run, identity["pattern"], TraceConfig(method="bf16"))
     run.engine.push_weights(weights, policy_version=0)
     in_bf16 = solved(run, held_out)
     results = [_result("bf16", in_bf16)]
     engine = run.engine = _engine(run, identity["pattern"], TraceConfig(method="qat"), keep=True)
     engine.load_weights(weights)
-    calibration = calibration_batches(train_items, run.tokenizer, num_samples=num_calibration)
+    calibration = calibration_batches(run.items, run.tokenizer, num_samples=num_calibration)
     hessians = calibrate_with_hessians(engine, calibration)
     for name in recipes:
         started = time.perf_counter()
@@ -233,22 +260,23 @@ def _result(recipe: str, answers: Sequence[bool]) -> Result:
     return Result(recipe, sum(answers), len(answers), low, high)
 
 
-def _items(
-    path: Path, identity: Mapping[str, object], num_held_out: int | None
-) -> tuple[list[TaskItem], list[TaskItem]]:
-    own = identity["held_out"]
-    assert isinstance(own, int), "the demo's identity counts its held-out problems"
-    if "tasks_sha256" in identity:
-        found = hashlib.sha256(path.read_bytes()).hexdigest()
-        if found != identity["tasks_sha256"]:
-            raise ValueError(f"{path} is not the prompt file of the run; name it with --tasks")
-    if num_held_out is not None and not 0 < num_held_out <= own:
+def _require_same_tasks(path: Path, identity: Mapping[str, Any]) -> None:
+    """Checks that a prompt file, or a folder of them, is the one that the demo noted."""
+    if not path.exists():
+        raise ValueError(f"{path} does not exist; name the run's prompts with --tasks")
+    files = sorted(p for p in path.iterdir() if p.is_file()) if path.is_dir() else [path]
+    found = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+    if found != identity["tasks_sha256"]:
+        raise ValueError(f"{path} is not the prompt file of the run; name it with --tasks")
+
+
+def _held_out(items: list[TaskItem], num_asked: int | None) -> list[TaskItem]:
+    if num_asked is not None and not 0 < num_asked <= len(items):
         raise ValueError(
-            f"--held-out must be 1 to {own}, the problems that the run did not train on; got "
-            f"{num_held_out}"
+            f"--held-out must be 1 to {len(items)}, the problems that the run did not train on; "
+            f"got {num_asked}"
         )
-    train_items, held_out = split_tasks(load_tasks(path), num_held_out=own, seed=0)
-    return train_items, held_out[:num_held_out]
+    return items[:num_asked]
 
 
 def _engine(run: RlRun, pattern: str, trace: TraceConfig, *, keep: bool = False) -> RolloutEngine:
@@ -259,7 +287,7 @@ def _engine(run: RlRun, pattern: str, trace: TraceConfig, *, keep: bool = False)
         vocab_size=run.tokenizer.vocab_size,
         max_sequence_length=settings.context,
         trace=trace,
-        eod_token=END_TOKEN,
+        eod_token=run.tokenizer.end_token,
         max_requests=settings.max_requests,
         keep_packed_weights=keep,
     )

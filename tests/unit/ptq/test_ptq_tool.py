@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_trace.rl.html_report.runs import read_run
+
 ROOT = Path(__file__).parents[3]
 
 
@@ -54,6 +56,13 @@ def test_the_program_asks_the_same_problems_under_every_recipe(
         assert one["right"] == results["bf16"]["right"] - one["lost"] + one["gained"]
     assert results["mse"]["weight_error"] < results["vanilla"]["weight_error"]
     assert results["h_scale"]["output_error"] < results["mse"]["output_error"]
+
+
+def test_the_demos_run_is_whole_for_the_report(run_folder):
+    run = read_run(run_folder)
+    assert (run.status, run.problems) == ("finished, 1 of 1 steps", [])
+    assert run.settings["trace.method"] == "bf16"
+    assert set(run.held_out) == {"before", "after"}
 
 
 def test_another_prompt_file_is_refused(tool, run_folder, tmp_path, monkeypatch):
