@@ -3,6 +3,7 @@
     make demo                                        all of it, with the defaults
     make demo DEMO_FLAGS="--seeds 0 1"               repeated, gap ratios of every seed
     make demo DEMO_FLAGS="--resume"                  continue what was interrupted
+    make demo DEMO_FLAGS="--async-lag 3"             roll out ahead, docs/asynchronous.md
     python examples/tiny_rl/run.py --help            all settings
     ... --tasks prompts.jsonl --trace-reward my_rewards:score    your own task, docs/my_data.md
 
@@ -58,6 +59,7 @@ from megatron_trace.arguments import (
 from megatron_trace.config import TraceConfig
 from megatron_trace.models.hybrid import HybridModules, build_hybrid_model
 from megatron_trace.rl import checkpoint
+from megatron_trace.rl.asynchronous import AsyncRollouts, AsyncSettings
 from megatron_trace.rl.export import make_items
 from megatron_trace.rl.health import must_stop
 from megatron_trace.rl.metrics_log import MetricsLog, read_metrics
@@ -135,6 +137,20 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--hint-files", action="store_true", help="hints in files under --output, not in memory"
     )
+    parser.add_argument(
+        "--async-lag",
+        type=int,
+        help="roll out ahead of the training: most versions that a sample may be older than the "
+        "policy it trains (default: in turn); docs/asynchronous.md",
+    )
+    parser.add_argument(
+        "--async-on-push",
+        choices=["keep", "recompute"],
+        help="what a push does with what running samples have computed (default keep)",
+    )
+    parser.add_argument(
+        "--async-engine-steps", type=int, help="steps of the engine during an update (default 4)"
+    )
     add_task_arguments(add_health_arguments(add_loss_arguments(add_trace_arguments(parser))))
     parser.set_defaults(trace_diagnostic_share=0.125)
     options = parser.parse_args(arguments)
@@ -159,6 +175,7 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     try:
         if task_config_from_args(options).reward is not None and options.tasks is None:
             parser.error("--trace-reward needs prompts of your own; give --tasks")
+        async_settings(options)
         for name in options.runs:
             run_settings(options, name, seed=0).trace.recorded_layers(PATTERN.count("E"))
     except ValueError as error:
@@ -183,6 +200,26 @@ def run_settings(options: argparse.Namespace, name: str, seed: int) -> RunSettin
         context=options.context,
         seed=seed,
     )
+
+
+def async_settings(options: argparse.Namespace) -> AsyncSettings | None:
+    """Gives how far rollouts run ahead of the training; None if the two take turns.
+
+    Raises:
+        ValueError: A value is out of range, or has no effect.
+    """
+    given = {
+        "on_push": options.async_on_push,
+        "engine_steps_per_update": options.async_engine_steps,
+    }
+    given = {name: value for name, value in given.items() if value is not None}
+    if options.async_lag is None:
+        if given:
+            raise ValueError(
+                "--async-on-push and --async-engine-steps have no effect without --async-lag"
+            )
+        return None
+    return AsyncSettings(max_version_lag=options.async_lag, drain_every=options.save_every, **given)
 
 
 def _changes(options: argparse.Namespace, name: str) -> dict[str, Any]:
@@ -250,9 +287,15 @@ def identity_of(settings: RunSettings, options: argparse.Namespace, tasks: Path)
         "pattern": PATTERN,
         "warm_start_steps": options.warm_start_steps,
         "held_out": options.held_out,
+        **_identity_of_schedule(options),
         "tasks_sha256": tasks_digest(tasks),
         "task": dataclasses.asdict(task_config_from_args(options)),
     }
+
+
+def _identity_of_schedule(options: argparse.Namespace) -> dict[str, Any]:
+    settings = async_settings(options)
+    return {} if settings is None else {"asynchronous": dataclasses.asdict(settings)}
 
 
 def tasks_digest(path: Path) -> str:
@@ -296,9 +339,12 @@ def do_run(
         before_file.write_text(json.dumps(evaluate(run, held_out)))
     record.held_out["before"] = json.loads(before_file.read_text())
     title = f"{name}, seed {run.settings.seed}"
+    ahead = async_settings(options)
+    with _told_in_one_line():
+        rollouts = None if ahead is None else AsyncRollouts(run, ahead, num_steps=options.steps)
     bar = tqdm(range(run.progress.step, options.steps), desc=title, unit="step", disable=None)
     for _ in bar:
-        metrics = rl_step(run)
+        metrics = rl_step(run) if rollouts is None else rollouts.step(run)
         log.append(metrics)
         gap = metrics["gap"]["mean"] or 0.0  # None where no sample was trained on.
         bar.set_postfix(reward=f"{metrics['reward']:.2f}", gap=f"{gap:.1e}", refresh=False)
@@ -310,6 +356,8 @@ def do_run(
             checkpoint.drop_others(saved)
         if reason := must_stop(metrics):
             log.close()
+            if rollouts is not None:
+                rollouts.abandon()
             told = "no update was done"
             if run.progress.num_updates:
                 saved = checkpoint.save(run, folder / "checkpoints", identity=identity)
