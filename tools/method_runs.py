@@ -45,6 +45,7 @@ from megatron_trace.rl.run_record import RUN_FILE
 from megatron_trace.rl.tasks import CharTokenizer, TaskItem, load_tasks, save_tasks, split_tasks
 from megatron_trace.rl.warm_start import WarmStartSettings, answer_accuracy, warm_start
 from megatron_trace.study import moe_100m
+from megatron_trace.study.chain_training import Recipe
 from megatron_trace.study.comparison import logs_of_folders, save_logs
 from megatron_trace.study.comparison_page import write_page
 from megatron_trace.study.locks import locked
@@ -77,6 +78,7 @@ class Setting:
         seeds: Seeds, unless chosen.
         steps: RL steps of a run.
         num_held_out: Held-out problems.
+        save_every: Steps between two checkpoints; those of the 106M MoE have 1.5 GB.
     """
 
     base: RunSettings
@@ -84,6 +86,7 @@ class Setting:
     seeds: tuple[int, ...]
     steps: int
     num_held_out: int
+    save_every: int
 
 
 SETTINGS = {
@@ -101,6 +104,7 @@ SETTINGS = {
         seeds=(0, 1, 2),
         steps=120,
         num_held_out=400,
+        save_every=20,
     ),
     "h200": Setting(
         base_settings(
@@ -116,6 +120,7 @@ SETTINGS = {
         seeds=(0, 1),
         steps=150,
         num_held_out=600,
+        save_every=50,
     ),
 }
 
@@ -140,6 +145,9 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tasks", type=Path, help="problems of h200, see tools/moe_100m.py")
     parser.add_argument("--work", type=Path, help="kept between starts (out/method_runs/SETTING)")
     parser.add_argument("--out", type=Path, default=Path("docs/results"))
+    parser.add_argument(
+        "--rehearse", action="store_true", help="with a hardly trained model (h200 only)"
+    )
     parser.add_argument("--report-only", action="store_true", help="make no run")
     parser.add_argument("--in-process", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
@@ -147,9 +155,12 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     options.methods = options.methods or list(setting.methods)
     options.seeds = options.seeds if options.seeds is not None else list(setting.seeds)
     options.steps = options.steps or setting.steps
-    options.work = options.work or Path("out/method_runs") / options.setting
+    options.name = options.setting + ("-rehearsal" if options.rehearse else "")
+    options.work = options.work or Path("out/method_runs") / options.name
     if options.setting == "cpu" and options.tasks:
         parser.error("--tasks has no effect on --setting cpu, which makes its own problems")
+    if options.setting == "cpu" and options.rehearse:
+        parser.error("--rehearse is for --setting h200")
     if options.setting == "h200" and not options.tasks and not options.report_only:
         parser.error("--setting h200 needs --tasks; `tools/moe_100m.py tasks FILE` writes them")
     if options.processes < 1 or options.steps < 1 or min(options.perturb) < 0:
@@ -160,7 +171,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def plans_of(options: argparse.Namespace) -> list[RunPlan]:
     """Gives the runs: all seeds of a method before the next, so that pairs are there early."""
     setting = SETTINGS[options.setting]
-    pattern = PATTERN if options.setting == "cpu" else moe_100m.RECIPE.pattern
+    pattern = PATTERN if options.setting == "cpu" else _recipe(options).pattern
     # By the names that the demo has for them, so that tools/ptq.py reads the runs too.
     problem = {"model": options.setting, "pattern": pattern, "held_out": setting.num_held_out}
     return [
@@ -170,6 +181,7 @@ def plans_of(options: argparse.Namespace) -> list[RunPlan]:
             options.steps,
             setting.base,
             perturb=perturb,
+            save_every=setting.save_every,
             problem=problem,
         )
         for perturb in options.perturb
@@ -235,6 +247,7 @@ def _start(options: argparse.Namespace, plan: RunPlan) -> subprocess.Popen[bytes
     command += ["--methods", plan.variant, "--seeds", str(plan.seed), "--steps", str(plan.steps)]
     command += ["--perturb", repr(plan.perturb), "--work", str(options.work)]
     command += ["--tasks", str(options.tasks)] if options.tasks else []
+    command += ["--rehearse"] if options.rehearse else []
     with (folder / "log.txt").open("ab") as log:
         return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
 
@@ -303,7 +316,7 @@ def _warm_started(
 
 def _h200_problem(options: argparse.Namespace) -> Problem:
     setting = SETTINGS["h200"]
-    model = moe_100m.load(options.work, tasks=options.tasks)
+    model = moe_100m.load(options.work, tasks=options.tasks, recipe=_recipe(options))
     items = load_tasks(options.tasks)
     tokenizer = CharTokenizer.of_tasks(items)
     # As the training split them, so that no held-out problem was ever seen.
@@ -320,6 +333,10 @@ def _h200_problem(options: argparse.Namespace) -> Problem:
     )
 
 
+def _recipe(options: argparse.Namespace) -> Recipe:
+    return moe_100m.REHEARSAL if options.rehearse else moe_100m.RECIPE
+
+
 def _fits(item: TaskItem, settings: RunSettings) -> bool:
     room = settings.max_response_tokens
     return (
@@ -334,10 +351,10 @@ def write_results(options: argparse.Namespace) -> Path:
     logs = logs_of_folders(options.work)
     if not logs:
         raise SystemExit(f"error: {options.work} holds no run")
-    save_logs(options.out / f"{options.setting}.jsonl.gz", logs)
-    page = options.out / f"{options.setting}.md"
+    save_logs(options.out / f"{options.name}.jsonl.gz", logs)
+    page = options.out / f"{options.name}.md"
     command = f"python tools/method_runs.py --setting {options.setting}"
-    write_page(page, f"Methods side by side, {options.setting}", logs, command=command)
+    write_page(page, f"Methods side by side, {options.name}", logs, command=command)
     return page
 
 
