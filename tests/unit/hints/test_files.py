@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_trace.hints import HintStore, RecordKind, Site, stack_rows
+from megatron_trace.hints import HintStore, RecordKind, Site, VersionSpan, stack_rows
 from megatron_trace.hints.files import HintFiles
 from megatron_trace.hints.files_writer import HintFilesWriter
 from megatron_trace.hints.findings import FindingKind
@@ -44,6 +44,20 @@ def test_committed_samples_are_read_back_identical(tmp_path: Path) -> None:
         require_same(files, one)
     assert files.findings == files.verify() == ()
     assert files.sample_ids() == ("s0", "s1", "s2", "s3")
+
+
+def test_spans_of_versions_are_read_back(tmp_path: Path) -> None:
+    recorded = recorded_sample("s0", policy_version=7)
+    sample = dataclasses.replace(
+        recorded.sample,
+        version_spans=(VersionSpan(0, 7, "ab"), VersionSpan(2, 9, "cd")),
+        record_spans=(VersionSpan(0, 9, "cd"),),
+    )
+    found = committed(tmp_path, dataclasses.replace(recorded, sample=sample)).sample("s0")
+    assert found.version_spans == sample.version_spans
+    assert found.record_spans == sample.record_spans
+    assert found.token_versions.tolist() == [7, 7, 9, 9]
+    assert found.row_versions.tolist() == [9] * 6
 
 
 def test_sample_without_records_and_full_range_of_names(tmp_path: Path) -> None:

@@ -5,7 +5,15 @@ import dataclasses
 import pytest
 import torch
 
-from megatron_trace.hints import HintKey, QuantizerSettings, RolloutSample, Site, SiteHint
+from megatron_trace.hints import (
+    HintKey,
+    QuantizerSettings,
+    RolloutSample,
+    Site,
+    SiteHint,
+    VersionSpan,
+    version_spans,
+)
 
 SETTINGS = QuantizerSettings({(0, Site.FC1): 0.5, (1, Site.K): 0.25})
 KEY = HintKey("s0", layer=3, site=Site.FC1, policy_version=7, settings_digest="abc")
@@ -120,3 +128,27 @@ def test_last_token_of_a_sample_has_no_row() -> None:
 def test_sample_whose_lengths_disagree_is_refused(change: dict, message: str) -> None:
     with pytest.raises(ValueError, match="sample s0: " + message):
         dataclasses.replace(SAMPLE, **change)
+
+
+def test_spans_begin_where_the_version_changes() -> None:
+    spans = version_spans(torch.tensor([3, 3, 5, 5, 4]), {3: "a", 4: "b", 5: "c"})
+    assert spans == (VersionSpan(0, 3, "a"), VersionSpan(2, 5, "c"), VersionSpan(4, 4, "b"))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "rows", "message"),
+    [
+        ([(0, 7)], None, "must be given together"),
+        ([(1, 7)], [(0, 7)], r"version_spans must begin at 0 and rise below 2; got \[1\]"),
+        ([(0, 7), (2, 8)], [(0, 7)], "version_spans must begin at 0 and rise below 2"),
+        ([(0, 7)], [(0, 7), (3, 8), (3, 9)], "record_spans must begin at 0 and rise below 4"),
+        ([(0, 7)], [(0, 6)], "policy_version must be the oldest of record_spans"),
+    ],
+)
+def test_spans_that_contradict_the_sample_are_refused(tokens, rows, message) -> None:
+    spans = [
+        None if of is None else tuple(VersionSpan(*span, "") for span in of)
+        for of in (tokens, rows)
+    ]
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(SAMPLE, version_spans=spans[0], record_spans=spans[1])
