@@ -25,7 +25,14 @@ def saved(started, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("method", "trainer_dtype"), [("bf16", "bf16"), ("trace", "bf16"), ("trace", "fp32")]
+    ("method", "trainer_dtype"),
+    [
+        ("bf16", "bf16"),
+        ("quads", "bf16"),
+        ("score_centering", "bf16"),
+        ("trace", "bf16"),
+        ("trace", "fp32"),
+    ],
 )
 def test_two_and_two_steps_equal_four(build, started, tmp_path, method, trainer_dtype):
     through = started(method, trainer_dtype=trainer_dtype)

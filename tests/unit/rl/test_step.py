@@ -7,6 +7,7 @@ import weakref
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 
 from megatron_trace.config import TraceConfig
 from megatron_trace.hints.types import Site
@@ -310,6 +311,11 @@ def test_without_clipping_the_norm_is_known_all_the_same(started):
     assert unclipped["grad_norm"] == clipped["grad_norm"] > 0
 
 
+def optimizer_state_of(run):
+    leaves = tree_leaves(run.optimizer.state_dict())
+    return [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+
+
 @pytest.mark.parametrize("max_grad_norm", [0.0, 1.0])
 def test_updates_with_nan_gradients_are_skipped_and_counted_up_to_a_number(started, max_grad_norm):
     run = started(
@@ -318,12 +324,15 @@ def test_updates_with_nan_gradients_are_skipped_and_counted_up_to_a_number(start
         health=HealthConfig(max_skipped_steps=1),
     )
     rl_step(run)
-    before = weights_of(run)
+    before, state = weights_of(run), optimizer_state_of(run)
     weight = dict(run.model.named_parameters())["output_layer.weight"]
     spoiling = weight.register_hook(lambda grad: grad * float("nan"))
     first, second = rl_step(run), rl_step(run)
     for name, value in weights_of(run).items():
         assert torch.equal(value, before[name]), name
+    assert len(state) > 2 * len(before)
+    for value, other in zip(optimizer_state_of(run), state, strict=True):
+        assert torch.equal(value, other) if isinstance(value, torch.Tensor) else value == other
     assert [of["skipped_updates"] for of in (first, second)] == [1, 1]
     assert [of["health"]["skipped_updates"] for of in (first, second)] == [1, 2]
     assert must_stop(first) == ""
