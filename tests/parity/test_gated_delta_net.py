@@ -19,6 +19,7 @@ from megatron_trace.metrics import logprob_gap
 from megatron_trace.models.gated_delta_net import LocalGatedDeltaNet
 from megatron_trace.models.hybrid import HybridModules, build_hybrid_model, causal_mask
 from megatron_trace.models.norm import UncentredRMSNorm
+from megatron_trace.rollout import SamplingSettings
 from megatron_trace.rollout.gated_delta_net import EngineGatedDeltaNet, delta_nets
 from megatron_trace.testing.assertions import assert_same_bytes
 from megatron_trace.testing.single_process import QWEN_FIELDS, tiny_moe_config
@@ -290,3 +291,31 @@ def test_a_trainers_gated_delta_nets_are_plain_and_have_no_site():
         kinds = {type(module) for module in layer.self_attention.modules()}
         plain = {ColumnParallelLinear, RowParallelLinear, torch.nn.Conv1d, UncentredRMSNorm}
         assert kinds == plain | {LocalGatedDeltaNet}
+
+
+@pytest.mark.parametrize("on_push", ["keep", "recompute"])
+def test_a_push_amid_samples_keeps_their_states_or_computes_them_anew(weights, on_push):
+    """After it, a recomputed sample goes on as one that the new weights prefill at once."""
+    changed = {name: value + 0.05 * value.abs().mean() for name, value in weights.items()}
+    engine = tiny_engine(weights, "bf16", eod_token=VOCAB_SIZE, **QWEN, **ROTARY)
+    prompts = random_prompts(2, shortest=6, longest=9)
+    session = engine.open_session(
+        store=None, sampling=SamplingSettings(max_new_tokens=6, greedy=True), on_push=on_push
+    )
+    session.add(prompts, ["s0", "s1"], seed=0)
+    for _ in range(4):
+        session.step()
+    engine.push_weights(changed, policy_version=1)
+    while session.num_unfinished:
+        session.step()
+    samples = session.take(["s0", "s1"])
+    session.close()
+    for sample in samples:
+        so_far = sample.tokens[: len(sample.prompt_tokens) + 4]
+        (again,), _ = roll_out(engine, [so_far], max_new_tokens=1, greedy=True)
+        distance = (again.logprobs[0] - sample.logprobs[4]).abs().item()
+        if on_push == "recompute":
+            assert again.response_tokens[0] == sample.response_tokens[4]
+            assert distance <= 3e-2  # measured 0
+        else:
+            assert distance > 3e-2  # measured .09 and .3: states of the old weights
