@@ -113,13 +113,24 @@ def main() -> None:
     )
     parser.add_argument("--held-out", type=int, help="problems (default: those of the run)")
     parser.add_argument("--calibration", type=int, default=256, help="samples (default 256)")
+    parser.add_argument(
+        "--quantised-parts",
+        choices=["experts_and_kv", "experts"],
+        default="experts_and_kv",
+        help="experts leaves the cache in BF16, to tell recipes apart that it hides",
+    )
     parser.add_argument("--output", type=Path, help="default: ptq.json in the run's folder")
     args = parser.parse_args()
     torch.set_num_threads(1)
     try:
         with single_process(seed=0):
             results = compare(
-                args.run, args.recipe, args.tasks, args.held_out, num_calibration=args.calibration
+                args.run,
+                args.recipe,
+                args.tasks,
+                args.held_out,
+                num_calibration=args.calibration,
+                quantised_parts=args.quantised_parts,
             )
         print(table(results))
         output = args.output or args.run / "ptq.json"
@@ -136,6 +147,7 @@ def compare(
     num_held_out: int | None = None,
     *,
     num_calibration: int = 256,
+    quantised_parts: str = "experts_and_kv",
 ) -> list[Result]:
     """Gives what the policy of a run shows in BF16 and under recipes.
 
@@ -145,6 +157,7 @@ def compare(
         tasks: Its prompt file; None for the one beside the seeds' folders.
         num_held_out: Problems that are asked, no more than the run held out; None for all of them.
         num_calibration: Training items that calibrate.
+        quantised_parts: As of `TraceConfig`, with experts.
 
     Raises:
         ValueError: The run has no checkpoint, the prompt file is not the run's, or more problems
@@ -167,8 +180,12 @@ def compare(
         tokenizer=task.tokenizer,
         task=task,
     )
+    trace = TraceConfig(
+        method="qat",
+        quantised_parts=quantised_parts,  # pyright: ignore[reportArgumentType]
+    )
     with contextlib.closing(task):
-        return _compare(run, saved, identity, held_out, recipes, num_calibration)
+        return _compare(run, saved, identity, held_out, recipes, num_calibration, trace)
 
 
 def _compare(
@@ -178,6 +195,7 @@ def _compare(
     held_out: list[TaskItem],
     recipes: Sequence[str],
     num_calibration: int,
+    trace: TraceConfig,
 ) -> list[Result]:
     checkpoint.resume(run, saved, identity=identity)
     weights = run.named_weights()
@@ -189,7 +207,7 @@ def _compare(
     run.engine.push_weights(weights, policy_version=0)
     in_bf16 = solved(run, held_out)
     results = [_result("bf16", in_bf16)]
-    engine = run.engine = _engine(run, identity["pattern"], TraceConfig(method="qat"), keep=True)
+    engine = run.engine = _engine(run, identity["pattern"], trace, keep=True)
     engine.load_weights(weights)
     calibration = calibration_batches(run.items, run.tokenizer, num_samples=num_calibration)
     hessians = calibrate_with_hessians(engine, calibration)

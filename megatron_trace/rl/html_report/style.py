@@ -32,6 +32,7 @@ th,td{{text-align:left;padding:5px 16px 5px 0;border-bottom:1px solid var(--rule
  vertical-align:top}}
 thead th{{border-bottom:2px solid var(--rule);white-space:nowrap}}
 th[scope=row]{{font-weight:500}}
+th:first-child,td:first-child,td:not(.number){{min-width:17ch}}
 td.number,th.number{{text-align:right;white-space:nowrap}}
 td .soft{{font-size:12.5px}}
 .warn{{color:var(--warn);font-weight:600}}
@@ -56,8 +57,11 @@ figure svg{{display:block;width:100%;height:auto}}
 details{{margin:10px 0}} summary{{cursor:pointer;color:var(--soft)}}
 @media print{{
  :root{{color-scheme:light;{LIGHT}--paper:#fff}}
- body{{font-size:11px}} main{{max-width:none;padding:0}}
- .charts{{grid-template-columns:repeat(3,1fr);gap:8px}} table{{font-size:10.5px}}
+ body{{font-size:11px}} code,figcaption p,td .soft{{font-size:9.5px}}
+ main{{max-width:none;padding:0}}
+ h1{{font-size:18px}} h2{{font-size:14px}} h3,figcaption b{{font-size:11.5px}}
+ .legend{{font-size:10.5px}} .charts{{grid-template-columns:repeat(3,1fr);gap:8px}}
+ table{{font-size:10.5px}}
  h2{{margin-top:18px;break-after:avoid}} tr{{break-inside:avoid}} .scroll{{overflow:visible}}
 }}
 """
