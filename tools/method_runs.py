@@ -366,7 +366,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for plan in plans:
             run_one(options, plan)
         return 0
-    failed = [] if options.report_only else make_runs(options, plans)
+    try:
+        failed = [] if options.report_only else make_runs(options, plans)
+    except ValueError as error:
+        raise SystemExit(f"error: {error}") from error
+    except KeyboardInterrupt:
+        print("\ninterrupted; the same command continues", flush=True)
+        raise SystemExit(130) from None
     page = write_results(options)
     print(f"{page}; {time.perf_counter() - STARTED_S:.0f} s in all")
     for title in failed:
