@@ -128,7 +128,7 @@ class OwnTask:
         if failed:
             first = failed[0]
             done = "left out" if math.isnan(self._failed_reward) else f"given {self._failed_reward}"
-            _logger.warning(
+            _logger.error(
                 "reward or environment failed on %d of %d samples, which are %s; first: sample %s "
                 "(%s): %s",
                 len(failed),
