@@ -210,9 +210,11 @@ class RolloutEngine(ServedPolicy):
                 leaves neither sample nor hints. One that has no token yet never stays.
 
         Raises:
-            RuntimeError: No rollout is running.
+            RuntimeError: No rollout is running, or it is a session.
             ValueError: A sample is not of it.
         """
+        if self.session is not None:
+            raise RuntimeError("abort is for callbacks of generate; a session is closed as a whole")
         self._server.abort(sample_ids, keep=keep)
 
     def open_session(

@@ -206,6 +206,8 @@ def test_what_would_change_samples_in_flight_is_refused(engine, versions):
     ):
         with pytest.raises(RuntimeError, match="while a session is open"):
             call()
+    with pytest.raises(RuntimeError, match="a session is closed as a whole"):
+        engine.abort(NAMES[:1])
     with pytest.raises(ValueError, match="policy version 0 amid a session that has version 0"):
         engine.push_weights(versions[1], policy_version=0)
 
