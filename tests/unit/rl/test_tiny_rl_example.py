@@ -8,6 +8,7 @@ import pytest
 
 from megatron_trace.rl.metrics_log import read_metrics
 from megatron_trace.rl_config import LossConfig
+from megatron_trace.testing.tiny_tokenizer import save_tiny_tokenizer
 
 PROGRAM = Path(__file__).parents[3] / "examples" / "tiny_rl" / "run.py"
 SMALL = "--warm-start-steps 2 --prompts 2 --samples 2 --held-out 8 --save-every 1"
@@ -126,6 +127,43 @@ def test_every_format_trains_and_serves_through_its_flags(
     assert record["quantisers"]["sites"].keys() == sites
     assert summaries[0].kv_bytes_per_token == kv_bytes
     assert summaries[0].coverage > 0.9
+
+
+OWN_FUNCTIONS = """
+def score(turns, record):
+    if record["sum"] == 8:
+        raise ValueError("unlucky")
+    return len(turns) + turns[-1]["content"].count("1")
+
+def reply(turns, record):
+    return "again" if len(turns) == 1 else None
+"""
+
+
+def test_prompts_functions_and_tokenizer_of_ones_own_train_and_resume(do_runs, tmp_path):
+    (tmp_path / "mine.py").write_text(OWN_FUNCTIONS)
+    records = [
+        {"prompt": [{"role": "user", "content": f"{a}+{b}="}], "answer": str(a + b), "sum": a + b}
+        for a in range(4)
+        for b in range(6)
+    ]
+    lines = [json.dumps(record) + "\n" for record in records]
+    (tmp_path / "prompts.jsonl").write_text("".join(lines))
+    save_tiny_tokenizer(tmp_path / "tokenizer")
+    flags = f"""--tasks {tmp_path}/prompts.jsonl --trace-tokenizer {tmp_path}/tokenizer
+        --trace-reward {tmp_path}/mine.py:score --trace-environment {tmp_path}/mine.py:reply
+        --runs trace --prompts 16 --warm-start-steps 25 --max-response-tokens 6 --hint-files"""
+    do_runs(*flags.split(), "--steps", "1")
+    _, summaries = do_runs(*flags.split(), "--steps", "2", "--resume")
+    steps = read_metrics(tmp_path / "seed-0" / "trace" / "metrics.jsonl")
+    assert [step["step"] for step in steps] == [0, 1]
+    # 3 of 24 prompts have the sum 8, at most one or two of them are held out.
+    assert {kind for step in steps for kind in step["reward_failures"]} == {"raised"}
+    # A second turn is rewarded more than a first one can be.
+    assert all(step["reward"] > 1 for step in steps)
+    assert all(step["response_tokens_max"] > 6 for step in steps), "given tokens are counted too"
+    assert all(step["gap"]["num_tokens"] <= 16 * 2 * 6 for step in steps), "but not trained on"
+    assert summaries[0].coverage == 1.0
 
 
 def test_an_alarm_stops_the_program_with_a_checkpoint_that_resumes(do_runs, tmp_path):
