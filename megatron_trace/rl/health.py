@@ -172,7 +172,7 @@ def _parse(text: str) -> Alarm:
         value = float(threshold)
     except ValueError:
         value = math.nan
-    if math.isnan(value):
+    if not math.isfinite(value):
         raise ValueError(f"alarms: the threshold must be a number; got {threshold!r} ({text})")
     return Alarm(name, value, action)  # pyright: ignore[reportArgumentType]
 

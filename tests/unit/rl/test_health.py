@@ -117,6 +117,7 @@ def test_a_run_stops_for_alarms_with_that_action_only():
         (["loss=1:warn"], "'loss' is none of code_mismatch"),
         (["kl=much:warn"], "the threshold must be a number; got 'much'"),
         (["kl=nan:warn"], "the threshold must be a number; got 'nan'"),
+        (["kl=inf:stop"], "the threshold must be a number; got 'inf'"),
         (["kl=1:panic"], "'panic' is none of warn, drop, bf16, stop"),
         (["entropy=1:drop"], "entropy is of a whole step.*gap_mean, gap_max, kl can"),
         (["lag=1:drop"], "set max_lag, which drops old samples"),
