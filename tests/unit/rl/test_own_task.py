@@ -11,6 +11,7 @@ from megatron_trace.models.hybrid import HybridModules, build_hybrid_model
 from megatron_trace.rl.advantages import advantages_of_rewarded, group_advantages, has_spread
 from megatron_trace.rl.hf_tokenizer import HfTokenizer
 from megatron_trace.rl.own_task import OwnTask
+from megatron_trace.rl.rollout_folder import Reward, rewarded_groups
 from megatron_trace.rl.run import RunSettings, build_run, calibration_batches, start
 from megatron_trace.rl.step import choose, rl_step, roll_out, scores_of
 from megatron_trace.rl.task import open_task
@@ -269,3 +270,11 @@ def test_a_step_of_which_every_call_failed_stops_the_run(own_run, monkeypatch, f
     with pytest.raises(RuntimeError, match=r"failed on all 16 samples .*crashed.*Correct the func"):
         rl_step(own_run)
     broken.close()
+
+
+def test_a_folder_gets_groups_without_the_samples_that_have_no_reward(own_task):
+    task, nan = own_task(), math.nan
+    samples = [sample(task, ["2"], name=name) for name in "abcde"]
+    kept, rewards = rewarded_groups(samples, list("xxxyy"), [1.0, nan, 0.0, nan, 1.0])
+    assert [one.sample_id for one in kept] == ["a", "c"]
+    assert rewards == [Reward("a", "x", 2, 1.0), Reward("c", "x", 2, 0.0)]
