@@ -18,7 +18,7 @@ ALLOWED = {
     "hints": {"formats"},
     "metrics": {"formats", "hints"},
     "models": {"formats", "hints", "config", "compat"},
-    "conversion": {"formats", "models", "compat"},
+    "conversion": {"formats", "hints", "models", "compat"},
     "planning": {"formats", "hints", "models"},
     "launching": {"formats", "hints", "planning"},
     "rollout": LEVEL_2,
