@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from megatron_trace.hints.durable import temporary_path
-
 
 @contextmanager
 def output_folder(output: Path) -> Iterator[Path]:
@@ -24,7 +22,7 @@ def output_folder(output: Path) -> Iterator[Path]:
         ValueError: `output` exists.
     """
     require_absent(output)
-    temporary = temporary_path(output)
+    temporary = output.with_name(f"{output.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     try:
