@@ -32,23 +32,22 @@ def settings_from_record(record: Mapping[str, Any]) -> QuantizerSettings:
     """
     known = {field.name for field in dataclasses.fields(QuantizerSettings)}
     # Settings that were written before there was compensation had none.
-    record = {"residual_share": QuantizerSettings.residual_share} | dict(record)
-    if set(record) != known:
+    values: dict[str, Any] = {"residual_share": QuantizerSettings.residual_share, **record}
+    if set(values) != known:
         raise ValueError(
-            f"quantiser settings must have the fields {sorted(known)}; got {sorted(record)}: they "
+            f"quantiser settings must have the fields {sorted(known)}; got {sorted(values)}: they "
             "were written by another version"
         )
     try:
         scales = {
             (int(layer), Site(site)): float.fromhex(scale)
-            for layer, site, scale in record["global_scales"]
+            for layer, site, scale in values["global_scales"]
         }
     except (TypeError, ValueError) as error:
         raise ValueError(
             f"global_scales must be [layer, site, hexadecimal float] each ({error})"
         ) from error
-    values: dict[str, Any] = {**record, "global_scales": scales}
-    return QuantizerSettings(**values)
+    return QuantizerSettings(**values | {"global_scales": scales})
 
 
 def save_settings(settings: QuantizerSettings, folder: str | Path) -> Path:

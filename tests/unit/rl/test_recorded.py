@@ -173,7 +173,8 @@ def test_another_model_than_the_rollouts_stops_after_the_first_step(training, ot
     run = training()
     logits, _ = run.forward_step(Batches(), other_model)
     assert logits.isfinite().all()
-    with pytest.raises(RuntimeError, match=r"guided 0 of .* rows .*--trace-guard-max-rejected-rows"):
+    unguided = r"guided 0 of .* rows .*--trace-guard-max-rejected-rows"
+    with pytest.raises(RuntimeError, match=unguided):
         run.assert_ran()
 
 
