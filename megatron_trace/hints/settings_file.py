@@ -47,7 +47,8 @@ def settings_from_record(record: Mapping[str, Any]) -> QuantizerSettings:
         raise ValueError(
             f"global_scales must be [layer, site, hexadecimal float] each ({error})"
         ) from error
-    return QuantizerSettings(**values | {"global_scales": scales})
+    values["global_scales"] = scales
+    return QuantizerSettings(**values)
 
 
 def save_settings(settings: QuantizerSettings, folder: str | Path) -> Path:
