@@ -14,7 +14,7 @@ from megatron_trace.rollout.context import Records
 from megatron_trace.rollout.degeneration import DegenerationRule
 from megatron_trace.rollout.kv_cache import kv_bytes_per_token
 from megatron_trace.rollout.policy import ServedPolicy
-from megatron_trace.rollout.prompts import require_usable
+from megatron_trace.rollout.prompts import Prompt, require_usable, token_lists
 from megatron_trace.rollout.report import RolloutReport
 from megatron_trace.rollout.running import Served
 from megatron_trace.rollout.samples import make_report, make_sample
@@ -126,7 +126,7 @@ class RolloutEngine(ServedPolicy):
 
     def generate(
         self,
-        prompts: Sequence[Sequence[int]],
+        prompts: Sequence[Prompt],
         sample_ids: Sequence[str],
         *,
         store: HintSink | None,
@@ -139,7 +139,7 @@ class RolloutEngine(ServedPolicy):
         """Samples responses to every prompt.
 
         Args:
-            prompts: Token ids of each prompt.
+            prompts: Token ids of each prompt; lists, or integer tensors or arrays of one dim.
             sample_ids: Name of each sample, unique; `sampling.samples_per_prompt` of the first
                 prompt, then of the second, and so on.
             store: Gets the hints (method trace) and the full codes of diagnostic samples; None
@@ -164,7 +164,7 @@ class RolloutEngine(ServedPolicy):
         self._require_calibrated("generate")
         if self._policy_version is None:
             raise RuntimeError("generate needs weights; call push_weights before it")
-        prompts = [prompt for prompt in prompts for _ in range(sampling.samples_per_prompt)]
+        prompts = [p for p in token_lists(prompts) for _ in range(sampling.samples_per_prompt)]
         require_usable(
             prompts,
             sample_ids,
@@ -211,7 +211,7 @@ class RolloutEngine(ServedPolicy):
 
         Raises:
             RuntimeError: No rollout is running, or it is a session.
-            ValueError: A sample is not of it.
+            ValueError: A sample is not of it, or the names are one string.
         """
         if self.session is not None:
             raise RuntimeError("abort is for callbacks of generate; a session is closed as a whole")

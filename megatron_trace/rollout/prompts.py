@@ -2,12 +2,46 @@
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 
+import numpy as np
 import torch
 
 from megatron_trace.rollout.sampling import SamplingSettings
+
+# Token ids of a prompt; a tensor or an array is integer, of one dim, and on any device.
+Prompt = Sequence[int] | torch.Tensor | np.ndarray
+
+
+def token_lists(prompts: Iterable[Prompt]) -> list[list[int]]:
+    """Gives the tokens of prompts as lists of Python integers.
+
+    Raises:
+        ValueError: A prompt is no sequence of integers.
+    """
+    lists = []
+    for number, prompt in enumerate(prompts):
+        tokens = prompt.tolist() if isinstance(prompt, torch.Tensor | np.ndarray) else prompt
+        try:
+            lists.append([operator.index(token) for token in tokens])
+        except TypeError as error:
+            raise ValueError(
+                f"prompt {number} must be a sequence of integers, or a tensor or array of them of "
+                f"one dim; got {prompt!r:.60}"
+            ) from error
+    return lists
+
+
+def require_several_names(sample_ids: Iterable[str]) -> None:
+    """Refuses one string, whose characters would be taken for names.
+
+    Raises:
+        ValueError: It is one string.
+    """
+    if isinstance(sample_ids, str):
+        raise ValueError(f"sample_ids must be several names; got one string, give [{sample_ids!r}]")
 
 
 def require_usable(
@@ -30,9 +64,9 @@ def require_usable(
         stored: Samples that the hint store has already.
 
     Raises:
-        ValueError: Counts differ, a name is used twice or stored already, or a prompt is empty,
-            too long for the context, or has a token outside the vocabulary; or the sampling asks
-            for more tokens, or other ones, than there are.
+        ValueError: Counts differ, the names are one string, a name is used twice or stored already,
+            or a prompt is empty, too long for the context, or has a token outside the vocabulary;
+            or the sampling asks for more tokens, or other ones, than there are.
     """
     if sampling.top_logprobs > vocab_size:
         raise ValueError(
@@ -42,6 +76,7 @@ def require_usable(
         raise ValueError(
             f"stop_tokens must lie in 0 to {vocab_size - 1}; got {sampling.stop_tokens}"
         )
+    require_several_names(sample_ids)
     if len(prompts) != len(sample_ids):
         of_each = sampling.samples_per_prompt
         times = "" if of_each == 1 else f" ({len(prompts) // of_each} of {of_each} samples each)"

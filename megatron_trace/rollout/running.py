@@ -16,6 +16,7 @@ from megatron.core.inference.inference_request import DynamicInferenceRequestRec
 
 from megatron_trace.rollout.callbacks import NextTurn, OnTokens, StreamedToken, Turn
 from megatron_trace.rollout.context import RolloutContext, SavedRows
+from megatron_trace.rollout.prompts import require_several_names
 from megatron_trace.rollout.row_sampler import RowSampler, Sampled
 from megatron_trace.rollout.sampling import SamplingSettings
 
@@ -141,8 +142,9 @@ class Run:
                 nothing.
 
         Raises:
-            ValueError: A sample is not of this rollout.
+            ValueError: A sample is not of this rollout, or the names are one string.
         """
+        require_several_names(sample_ids)
         for sample_id in sample_ids:
             number = self._numbers.get(sample_id)
             if number is None:

@@ -10,6 +10,7 @@ import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Literal
 
 import numpy as np
@@ -56,6 +57,11 @@ class SamplingSettings:
 
     def __post_init__(self) -> None:
         """Raises ValueError on a value out of range or on contradictory settings."""
+        for name in ("max_new_tokens", "top_k", "top_logprobs", "samples_per_prompt"):
+            if not _is_integer(value := getattr(self, name)):
+                raise ValueError(f"{name} must be an integer; got {value!r}")
+        if not all(_is_integer(token) for token in self.stop_tokens):
+            raise ValueError(f"stop_tokens must be integers; got {self.stop_tokens}")
         for name, ok, expected in (
             ("max_new_tokens", self.max_new_tokens >= 1, ">= 1"),
             # Logits divided by less may leave FP32.
@@ -82,6 +88,11 @@ class SamplingSettings:
             termination_id=end_token,
             skip_prompt_log_probs=True,
         )
+
+
+def _is_integer(value: object) -> bool:
+    """Whether it is a Python or numpy integer, and no truth value."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def sampling_logprobs(logits: torch.Tensor, settings: SamplingSettings) -> torch.Tensor:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Literal, get_args
 
 from megatron_trace.hints import RolloutSample
+from megatron_trace.rollout.prompts import Prompt, token_lists
 from megatron_trace.rollout.running import Served
 from megatron_trace.rollout.sampling import SamplingSettings, sample_seed
 from megatron_trace.rollout.serving import Server
@@ -85,13 +86,11 @@ class RolloutSession:
         """Those of them that are not over."""
         return self._run.num_unfinished if self.is_open else 0
 
-    def add(
-        self, prompts: Sequence[Sequence[int]], sample_ids: Sequence[str], *, seed: int
-    ) -> None:
+    def add(self, prompts: Sequence[Prompt], sample_ids: Sequence[str], *, seed: int) -> None:
         """Adds samples; they begin when the engine has room.
 
         Args:
-            prompts: Token ids, a prompt for each sample.
+            prompts: Token ids, a prompt for each sample; as of `RolloutEngine.generate`.
             sample_ids: Name of each sample.
             seed: As of `RolloutEngine.generate`.
 
@@ -100,6 +99,7 @@ class RolloutSession:
             ValueError: They cannot be used.
         """
         self._require_open("add")
+        prompts = token_lists(prompts)
         self._require_usable(prompts, sample_ids)
         if again := self._added.intersection(sample_ids):
             raise ValueError(f"sample {min(again)} is in flight already")

@@ -11,6 +11,7 @@ from megatron_trace.config import Method, TraceConfig
 from megatron_trace.hints import HintStore
 from megatron_trace.models.hybrid import HybridModules, build_hybrid_model
 from megatron_trace.rollout import RolloutEngine, SamplingSettings
+from megatron_trace.rollout.prompts import Prompt
 from megatron_trace.testing.rollouts import Rollout
 from megatron_trace.testing.single_process import tiny_moe_config
 
@@ -104,7 +105,7 @@ def random_prompts(
 
 def roll_out(
     engine: RolloutEngine,
-    prompts: Sequence[Sequence[int]],
+    prompts: Sequence[Prompt],
     *,
     store: HintStore | None = None,
     sample_ids: Sequence[str] | None = None,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
+import torch
 from megatron.core.inference.utils import InferenceMode
 from megatron.core.tensor_parallel import layers as megatron_layers
 from megatron.core.transformer.moe.router_replay import RouterReplay
@@ -25,12 +27,27 @@ from megatron_trace.testing.tiny_rollout import random_prompts, roll_out, tiny_e
         ([[1] * 59], ["a"], "sample a: a prompt of 59 tokens .*=6 exceed the context of 64"),
         ([[1, 16]], ["a"], "sample a: tokens must lie in 0 to 15; the prompt has 1 to 16"),
         ([[-1]], ["a"], "sample a: tokens must lie in 0 to 15"),
+        ([[1], [2]], "ab", r"sample_ids must be several names; got one string, give \['ab'\]"),
+        ([[1], [1.0]], ["a", "b"], r"prompt 1 must be a sequence of integers, .*; got \[1.0\]"),
+        (["12"], ["a"], "prompt 0 must be a sequence of integers, .*; got '12'"),
+        ([torch.ones(1, 2).long()], ["a"], r"prompt 0 must be .* one dim; got tensor\(\[\[1, 1"),
+        ([np.ones(2)], ["a"], r"prompt 0 must be .*; got array\(\[1., 1.\]\)"),
     ],
-    ids=["counts", "twice", "empty", "too long", "token", "negative"],
+    ids=[
+        *("counts", "twice", "empty", "too long", "token", "negative", "one name"),
+        *("float", "text", "two dims", "float array"),
+    ],
 )
 def test_prompts_that_cannot_be_used_are_named(trace_engine, prompts, ids, message):
     with pytest.raises(ValueError, match=message):
         roll_out(trace_engine, prompts, sample_ids=ids)
+
+
+@pytest.mark.parametrize("made", [torch.tensor, np.array], ids=["torch", "numpy"])
+def test_prompts_that_are_tensors_or_arrays_give_what_lists_give(trace_engine, made):
+    prompts = random_prompts(3)
+    expected = roll_out(trace_engine, prompts)
+    assert_same_rollout(expected, roll_out(trace_engine, [made(prompt) for prompt in prompts]))
 
 
 def test_a_prompt_that_just_fits_is_used(trace_engine):

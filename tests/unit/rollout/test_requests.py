@@ -167,6 +167,11 @@ def test_only_samples_of_a_running_rollout_can_be_aborted(trace_engine):
     assert len(_generate(trace_engine)[0]) == len(PROMPTS)
 
 
+def test_one_string_is_no_list_of_samples_to_abort(trace_engine):
+    with pytest.raises(ValueError, match=r"several names; got one string, give \['s0'\]"):
+        _generate(trace_engine, on_tokens=lambda tokens: trace_engine.abort("s0"))
+
+
 GIVEN = (4, 9)
 
 

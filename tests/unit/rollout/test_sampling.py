@@ -165,3 +165,27 @@ def test_logits_that_are_not_finite_are_refused():
     logits[1, 3] = torch.nan
     with pytest.raises(RuntimeError, match="NaN or Inf logits"):
         RowSampler().sample_kernel(logits, 2, _context([0, 1], offsets=[0, 0]))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"max_new_tokens": 2.5},
+        {"max_new_tokens": 2.0},
+        {"max_new_tokens": True},
+        {"top_k": 1.5},
+        {"top_logprobs": "2"},
+        {"samples_per_prompt": 2.0},
+        {"stop_tokens": (1, 2.5)},
+    ],
+    ids=str,
+)
+def test_counts_and_tokens_that_are_no_integers_are_refused(fields):
+    (name,) = fields
+    with pytest.raises(ValueError, match=rf"{name} must be (an integer|integers); got"):
+        SamplingSettings(**{"max_new_tokens": 4} | fields)
+
+
+def test_counts_may_be_numpys():
+    settings = SamplingSettings(max_new_tokens=np.int64(4), top_k=np.int32(2))
+    assert (settings.max_new_tokens, settings.top_k) == (4, 2)
