@@ -1,11 +1,14 @@
 """Metrics of a run as JSONL: one line per step, flushed, continued after a resume.
 
-TensorBoard may have them beside it: numbers only, named by their path in the record ("gap/mean").
+Every line is strict JSON: a number that is not finite stands as one of the strings "NaN",
+"Infinity" and "-Infinity", and is the number again in what `read_metrics` gives. TensorBoard may
+have the records beside it: numbers only, named by their path in the record ("gap/mean").
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -42,14 +45,14 @@ class MetricsLog:
             )
         self.path.parent.mkdir(parents=True, exist_ok=True)
         temporary = self.path.with_name(self.path.name + ".tmp")
-        temporary.write_text("".join(json.dumps(record) + "\n" for record in kept))
+        temporary.write_text("".join(line_of_record(record) for record in kept))
         os.replace(temporary, self.path)
         self._writer = _writer(self.path.parent, first_step) if tensorboard else None
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Writes the metrics of one step; `record["step"]` numbers it."""
         with self.path.open("a", encoding="utf-8") as lines:
-            lines.write(json.dumps(record) + "\n")
+            lines.write(line_of_record(record))
         if self._writer is not None:
             for name, value in _numbers(record):
                 self._writer.add_scalar(name, value, record["step"])
@@ -73,8 +76,41 @@ def read_metrics(path: str | Path, *, before: int | None = None) -> list[dict[st
         return []
     text = path.read_text(encoding="utf-8")
     complete = text[: text.rfind("\n") + 1]
-    records = [json.loads(line) for line in complete.splitlines()]
+    records = [record_of_line(line) for line in complete.splitlines()]
     return [record for record in records if before is None or record["step"] < before]
+
+
+def line_of_record(record: Mapping[str, Any]) -> str:
+    """Gives the line of a step's metrics, with its end."""
+    return json.dumps(_strict(record), allow_nan=False) + "\n"
+
+
+def record_of_line(line: str) -> Any:
+    """Gives what a line of a metrics file holds; an object, if a `MetricsLog` wrote it.
+
+    Raises:
+        ValueError: The line is no JSON.
+    """
+    return _numeric(json.loads(line))
+
+
+def _strict(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _strict(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_strict(part) for part in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        # As JavaScript and Protocol Buffers name them.
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return value
+
+
+def _numeric(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _numeric(part) for name, part in value.items()}
+    if isinstance(value, list):
+        return [_numeric(part) for part in value]
+    return float(value) if value in ("NaN", "Infinity", "-Infinity") else value
 
 
 def _writer(folder: Path, first_step: int) -> SummaryWriter:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatron_trace.rl.metrics_log import record_of_line
 from megatron_trace.rl.run_record import RUN_FILE
 
 METRICS_FILE = "metrics.jsonl"
@@ -174,7 +175,7 @@ def _read_metrics(path: Path, run: RunFolder) -> list[dict[str, Any]]:
     damaged = []
     for number, line in enumerate(text.splitlines(), start=1):
         try:
-            record = json.loads(line)
+            record = record_of_line(line)
             by_step[int(record["step"])] = record
         except (ValueError, LookupError, TypeError):
             damaged.append(number)

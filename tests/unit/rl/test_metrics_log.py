@@ -1,7 +1,11 @@
 """Metrics files."""
 
+import json
+import math
+
 import pytest
 
+from megatron_trace.rl.html_report.runs import read_run
 from megatron_trace.rl.metrics_log import MetricsLog, read_metrics
 
 
@@ -41,6 +45,27 @@ def test_file_of_another_run_is_refused(tmp_path):
 
 def test_missing_file_has_no_records(tmp_path):
     assert read_metrics(tmp_path / "none.jsonl") == []
+
+
+NOT_FINITE = {"step": 0, "norm": math.inf, "gap": {"mean": math.nan, "all": [-math.inf, 0.5]}}
+
+
+def test_numbers_that_are_not_finite_stand_as_strings_of_strict_json(tmp_path):
+    MetricsLog(tmp_path / "m.jsonl", first_step=0).append(NOT_FINITE)
+    assert (tmp_path / "m.jsonl").read_text() == (
+        '{"step": 0, "norm": "Infinity", "gap": {"mean": "NaN", "all": ["-Infinity", 0.5]}}\n'
+    )
+
+
+def test_numbers_that_are_not_finite_are_numbers_again_after_a_resume(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    # A line as files had it before.
+    path.write_text(json.dumps(NOT_FINITE) + "\n")
+    MetricsLog(path, first_step=1).append({"step": 1, "norm": 2.0})
+    assert "Infinity" not in path.read_text().replace('"Infinity"', "").replace('"-Infinity"', "")
+    for records in (read_metrics(path), read_run(tmp_path).records):
+        # NaN is not equal to itself, its text is.
+        assert repr(records) == repr([NOT_FINITE, {"step": 1, "norm": 2.0}])
 
 
 def tensorboard_numbers(folder):
