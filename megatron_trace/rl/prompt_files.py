@@ -7,13 +7,12 @@ the calibration use), and `tools` (a list for the chat template).
 
 from __future__ import annotations
 
-import gzip
 import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megatron_trace.rl.tasks import TaskItem
+from megatron_trace.rl.tasks import TaskItem, json_lines
 from megatron_trace.rl.tokenizer import Tokenizer
 
 # Name of the task of such items, of which reasoning-gym knows nothing.
@@ -50,7 +49,7 @@ def _records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         for file in files:
             yield from _records(file)
     elif path.name.endswith((".jsonl", ".jsonl.gz")):
-        yield from _of_jsonl(path)
+        yield from json_lines(path)
     elif path.name.endswith(".parquet"):
         yield from _of_parquet(path)
     else:
@@ -61,24 +60,6 @@ def _records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 _READERS = (".jsonl", ".jsonl.gz", ".parquet")
-
-
-def _of_jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    opened = gzip.open if path.name.endswith(".gz") else open
-    with opened(path, "rt", encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            source = f"{path}, line {number}"
-            try:
-                record = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ValueError(
-                    f"{source}: not valid JSON ({error}); expected one object a line"
-                ) from error
-            if not isinstance(record, dict):
-                raise ValueError(f"{source}: expected a JSON object; got {type(record).__name__}")
-            yield source, record
 
 
 def _of_parquet(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:

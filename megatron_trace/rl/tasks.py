@@ -10,7 +10,7 @@ import gzip
 import json
 import os
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TextIO, cast
@@ -54,26 +54,38 @@ def load_tasks(path: str | Path) -> list[TaskItem]:
         ValueError: A line is not such an object (the message names file and line), or the file has
             no item.
     """
-    path = Path(path)
-    items = []
-    with _opened(path, "rt") as lines:
-        for number, line in enumerate(lines, start=1):
-            if line.strip():
-                items.append(_parse(line, f"{path}, line {number}"))
+    items = [_parsed(record, source) for source, record in json_lines(Path(path))]
     if not items:
         raise ValueError(f"{path} has no task; write one with tools/export_tasks.py")
     return items
 
 
-def _parse(line: str, source: str) -> TaskItem:
-    try:
-        record = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(
-            f"{source}: not valid JSON ({error}); expected one object a line"
-        ) from error
-    if not isinstance(record, dict):
-        raise ValueError(f"{source}: expected a JSON object; got {type(record).__name__}")
+def json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields the objects of a JSONL file with where each stands, for error messages.
+
+    Args:
+        path: The file; one whose name ends in .gz is decompressed. Empty lines are passed over.
+
+    Raises:
+        ValueError: A line is no object; the message names file and line.
+    """
+    with _opened(path, "rt") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            source = f"{path}, line {number}"
+            try:
+                record = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ValueError(
+                    f"{source}: not valid JSON ({error}); expected one object a line"
+                ) from error
+            if not isinstance(record, dict):
+                raise ValueError(f"{source}: expected a JSON object; got {type(record).__name__}")
+            yield source, record
+
+
+def _parsed(record: Mapping[str, Any], source: str) -> TaskItem:
     types = {"prompt": (str,), "answer": (str, type(None)), "task": (str,), "entry": (dict,)}
     for name, allowed in types.items():
         if name not in record:
