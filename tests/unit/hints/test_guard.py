@@ -8,22 +8,10 @@ import torch
 
 from megatron_trace import formats
 from megatron_trace.hints import THRESHOLDS, RowHealth, accept_rows
+from megatron_trace.testing.token_rows import rows_of, with_noise
 
 NVFP4 = THRESHOLDS["nvfp4"]
 WIDTHS = [32, 64, 128, 2048]
-
-
-def rows_of(num_values: int, *, seed: int) -> torch.Tensor:
-    """Gives FP32 [R, K]: Gaussian values, each row with a size of its own, as tokens have."""
-    generator = torch.Generator().manual_seed(seed)
-    rows = 4096 if num_values <= 128 else 512
-    sizes = torch.exp(0.5 * torch.randn(rows, 1, generator=generator))
-    return torch.randn(rows, num_values, generator=generator) * sizes
-
-
-def with_noise(x: torch.Tensor, relative: float) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(99)
-    return x * (1 + relative * torch.randn(x.shape, generator=generator))
 
 
 def guard(

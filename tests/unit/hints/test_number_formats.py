@@ -31,6 +31,7 @@ from megatron_trace.hints import (
     stored_bits,
 )
 from megatron_trace.hints.settings_file import settings_from_record, settings_record
+from megatron_trace.testing.token_rows import rows_of, with_noise
 
 KEY = HintKey("s0", layer=1, site=Site.FC1, policy_version=3, settings_digest="abc")
 INSPECT = Path(__file__).parents[3] / "tools" / "inspect_hints.py"
@@ -43,18 +44,6 @@ def quantised(number_format: NumberFormat, x: torch.Tensor):
     """Gives packed codes, scale bytes and the global scale."""
     scale = number_format.global_scale_from_amax(x.abs().max())
     return *ops.encode(x, scale, number_format=number_format), scale
-
-
-def rows_of(num_values: int, *, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    rows = 4096 if num_values <= 128 else 512
-    sizes = torch.exp(0.5 * torch.randn(rows, 1, generator=generator))
-    return torch.randn(rows, num_values, generator=generator) * sizes
-
-
-def with_noise(x: torch.Tensor, relative: float) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(99)
-    return x * (1 + relative * torch.randn(x.shape, generator=generator))
 
 
 @pytest.mark.parametrize(
