@@ -32,6 +32,7 @@ from megatron_trace.rollout.kernels import attention as triton_attention
 from megatron_trace.rollout.kernels import cuda, reference
 from megatron_trace.rollout.pages import PackedPages, PageLayout
 from megatron_trace.testing.paged_kv import (
+    DECODE_CASES,
     PackedCache,
     exact_attention,
     random_cache,
@@ -70,18 +71,7 @@ def copy_bandwidth() -> float:
 def checks() -> dict[str, float]:
     """Gives the relative error of each kernel in each case."""
     errors = {}
-    cases = [
-        (256, 64, 2, 8, [1, 31, 32, 33, 0, 1000, 64, 4097]),
-        (256, 32, 1, 16, [777, 5]),
-        (256, 256, 2, 5, [3000, 100]),
-        (256, 16, 4, 1, [130]),
-        (128, 64, 2, 8, [1, 63, 200, 0, 5000]),
-        (128, 16, 2, 12, [999]),
-        (64, 128, 2, 7, [1, 127, 129, 3001]),
-        (64, 4, 1, 16, [513, 2]),
-        (256, 64, 2, 8, [20000] * 3 + [1] * 60),
-    ]
-    for head_dim, page, heads, ratio, lengths in cases:
+    for head_dim, page, heads, ratio, lengths in DECODE_CASES:
         layout = PageLayout(NVFP4, head_dim, page)
         cache = random_cache(
             layout, lengths, num_heads=heads, ratio=ratio, device="cuda", padding_rows=3

@@ -16,6 +16,19 @@ from megatron_trace.rollout.kernels import reference
 from megatron_trace.rollout.pages import PackedPages, PageLayout
 from megatron_trace.testing.assertions import assert_same_bytes
 
+# Head dim, tokens of a page, key/value heads, query heads of each, tokens of the requests.
+DECODE_CASES = [
+    (256, 64, 2, 8, [1, 31, 32, 33, 0, 1000, 64, 4097]),
+    (256, 32, 1, 16, [777, 5]),
+    (256, 256, 2, 5, [3000, 100]),
+    (256, 16, 4, 1, [130]),
+    (128, 64, 2, 8, [1, 63, 200, 0, 5000]),
+    (128, 16, 2, 12, [999]),
+    (64, 128, 2, 7, [1, 127, 129, 3001]),
+    (64, 4, 1, 16, [513, 2]),
+    (256, 64, 2, 8, [20000] * 3 + [1] * 60),
+]
+
 # As E4M3 scale a NaN: what lies where no token was written must not be read.
 STALE = 0xFF
 

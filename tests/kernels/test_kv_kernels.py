@@ -15,6 +15,7 @@ from megatron_trace.rollout.kernels import ops
 from megatron_trace.rollout.pages import PackedPages, PageLayout
 from megatron_trace.testing.hard_inputs import hard_inputs
 from megatron_trace.testing.paged_kv import (
+    DECODE_CASES,
     assert_append_equals_reference,
     exact_attention,
     random_cache,
@@ -22,18 +23,6 @@ from megatron_trace.testing.paged_kv import (
 )
 
 NAMES = [case.name for case in hard_inputs()]
-# Head dim, tokens of a page, key/value heads, query heads of each, tokens of the requests.
-DECODE = [
-    (256, 64, 2, 8, [1, 31, 32, 33, 0, 1000, 64, 4097]),
-    (256, 32, 1, 16, [777, 5]),
-    (256, 256, 2, 5, [3000, 100]),
-    (256, 16, 4, 1, [130]),
-    (128, 64, 2, 8, [1, 63, 200, 0, 5000]),
-    (128, 16, 2, 12, [999]),
-    (64, 128, 2, 7, [1, 127, 129, 3001]),
-    (64, 4, 1, 16, [513, 2]),
-    (256, 64, 2, 8, [20000] * 3 + [1] * 60),
-]
 # Measured at most 1.75e-3 on an H200, of which rounding the output to BF16 makes nearly all.
 TOLERANCE = 2.5e-3
 
@@ -88,7 +77,7 @@ def test_append_writes_every_head_dim_where_the_reference_does(head_dim, page_to
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("implementation", ["cuda", "triton"])
-@pytest.mark.parametrize(("head_dim", "page", "heads", "ratio", "lengths"), DECODE)
+@pytest.mark.parametrize(("head_dim", "page", "heads", "ratio", "lengths"), DECODE_CASES)
 def test_decode_is_exact_attention(implementation, head_dim, page, heads, ratio, lengths) -> None:
     cache = random_cache(
         PageLayout(NVFP4, head_dim, page),
