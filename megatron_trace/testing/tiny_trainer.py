@@ -24,10 +24,27 @@ MAX_SEQUENCE_LENGTH = 32
 LENGTHS = ((5, 3), (3, 0), (7, 4), (2, 6))
 
 
-def tiny_trainer(method: Method = "trace", **arguments: Any) -> tuple[HybridModel, TraceSites]:
-    """Builds a trainer model, or this rank's pipeline stage, see `tiny_trainer_chunks`."""
+def tiny_trainer(
+    method: Method = "trace", *, weights: Mapping[str, torch.Tensor] | None = None, **arguments: Any
+) -> tuple[HybridModel, TraceSites]:
+    """Builds a trainer model, or this rank's pipeline stage.
+
+    Args:
+        method: Method of TRACE.
+        weights: Parameters to take instead of those of the seed.
+        **arguments: Of `tiny_trainer_chunks`.
+    """
     ((model, sites),) = tiny_trainer_chunks(method, **arguments)
+    if weights is not None:
+        copy_weights(model, weights)
     return model, sites
+
+
+@torch.no_grad()
+def copy_weights(model: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
+    """Gives every parameter the value of its name, in its own dtype."""
+    for name, parameter in model.named_parameters():
+        parameter.copy_(weights[name])
 
 
 def tiny_trainer_chunks(

@@ -50,10 +50,7 @@ def _weights_that_use_experts_0_to_3() -> dict[str, torch.Tensor]:
 
 
 def _trainer_digest(weights: Mapping[str, torch.Tensor], settings: Any, config: Any) -> str:
-    model, sites = tiny_trainer("trace", settings=settings, config=config)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(weights[name])
+    model, sites = tiny_trainer("trace", weights=weights, settings=settings, config=config)
     return expert_weight_digest(model, sites)
 
 

@@ -70,13 +70,11 @@ def _scored(rollout, weights):
     settings, samples, store = rollout
     model, sites = tiny_trainer(
         "trace",
+        weights=weights,
         max_sequence_length=MAX_SEQUENCE_LENGTH,
         settings=settings,
         dtype=torch.bfloat16,
     )
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(weights[name])
     sites.diagnostics = True
     micro_batch = make_micro_batch(samples, store, sites)
     with torch.no_grad(), sites.micro_batch(micro_batch):

@@ -49,15 +49,13 @@ def run(request):
         options = {"rotary_base": ROTARY_BASE, "attention": "megatron", **options}
         model, sites = tiny_trainer(
             method,
+            weights=weights,
             pattern=pattern,
             config=CONFIG,
             max_sequence_length=MAX_SEQUENCE_LENGTH,
             settings=engine.settings,
             **options,
         )
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                parameter.copy_(weights[name])
         sites.diagnostics = sites.quantises
         micro_batch = make_micro_batch(samples, store, sites)
         with torch.no_grad(), sites.micro_batch(micro_batch):

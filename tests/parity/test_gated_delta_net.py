@@ -31,7 +31,7 @@ from megatron_trace.testing.tiny_rollout import (
     tiny_engine,
     tiny_weights,
 )
-from megatron_trace.testing.tiny_trainer import tiny_trainer
+from megatron_trace.testing.tiny_trainer import copy_weights, tiny_trainer
 from megatron_trace.training.micro_batch import make_micro_batch
 from megatron_trace.training.model import token_logprobs
 
@@ -71,9 +71,7 @@ def _model(weights, dtype):
         modules=HybridModules(),
         **ROTARY,
     )
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(weights[name])
+    copy_weights(model, weights)
     return model
 
 
@@ -180,15 +178,13 @@ def _score(weights, engine, rollout, method, **options):
     """Gives the gap of a trainer's log-probs to the rollout's, and its report."""
     model, sites = tiny_trainer(
         method,
+        weights=weights,
         max_sequence_length=MAX_SEQUENCE_LENGTH,
         settings=engine.settings,
         **QWEN,
         **ROTARY,
         **{"dtype": torch.bfloat16, **options},
     )
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(weights[name])
     sites.diagnostics = method != "bf16"
     samples, store = rollout
     micro_batch = make_micro_batch(samples, store, sites)

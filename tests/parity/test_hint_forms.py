@@ -39,15 +39,13 @@ def score(weights):
             samples, store = roll_out(engine, random_prompts(8, longest=8))
             model, sites = tiny_trainer(
                 "trace",
+                weights=weights,
                 max_sequence_length=MAX_SEQUENCE_LENGTH,
                 settings=engine.settings,
                 dtype=torch.float32,
                 hint_sites=HINT_SITES,
                 **form,
             )
-            with torch.no_grad():
-                for name, parameter in model.named_parameters():
-                    parameter.copy_(weights[name])
             sites.diagnostics = True
             micro_batch = make_micro_batch(samples, store, sites)
             with torch.no_grad(), sites.micro_batch(micro_batch):

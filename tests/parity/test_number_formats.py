@@ -78,18 +78,15 @@ class Pair:
         self._scored: dict[str, Scored] = {}
 
     def trainer(self, method="trace", *, dtype=torch.bfloat16, **options):
-        model, sites = tiny_trainer(
+        return tiny_trainer(
             method,
+            weights=self.weights,
             max_sequence_length=MAX_SEQUENCE_LENGTH,
             settings=self.engine.settings,
             dtype=dtype,
             attention="megatron",
             **(self.trace | options),
         )
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                parameter.copy_(self.weights[name])
-        return model, sites
 
     def score(self, method="trace", **options) -> Scored:
         name = str((method, options))
@@ -167,12 +164,9 @@ def test_weights_have_the_engines_digest_which_no_other_format_has(pair, weights
     model, sites = pair.trainer()
     pushed = pair.engine.push_weights(weights, policy_version=0)
     assert expert_weight_digest(model, sites) == pushed
-    other, other_sites = tiny_trainer("qat", number_format="nvfp4")
+    other, other_sites = tiny_trainer("qat", weights=weights, number_format="nvfp4")
     settings = {"number_format": "nvfp4", "global_scales": dict.fromkeys(sites.shape.places, 1.0)}
     other_sites.settings = replace(pair.engine.settings, **settings)
-    with torch.no_grad():
-        for name, parameter in other.named_parameters():
-            parameter.copy_(weights[name])
     assert expert_weight_digest(other, other_sites) != pushed
 
 

@@ -33,17 +33,14 @@ def engine(weights):
 
 
 def _trainer(engine, weights, **trace):
-    model, sites = tiny_trainer(
+    return tiny_trainer(
         "trace",
+        weights=weights,
         dtype=torch.bfloat16,
         max_sequence_length=MAX_SEQUENCE_LENGTH,
         settings=engine.settings,
         **trace,
     )
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(weights[name])
-    return model, sites
 
 
 def test_every_calibrated_scale_is_a_power_of_two(engine):

@@ -85,16 +85,13 @@ def run(weights, engine, rollouts):
 
 
 def _trainer(weights, engine, method, **options):
-    model, sites = tiny_trainer(
+    return tiny_trainer(
         method,
+        weights=weights,
         max_sequence_length=MAX_SEQUENCE_LENGTH,
         settings=engine.settings,
         **options,
     )
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(weights[name])
-    return model, sites
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
