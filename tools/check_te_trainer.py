@@ -35,7 +35,6 @@ from megatron_trace import compat
 from megatron_trace.config import HINT_SITES, TraceConfig
 from megatron_trace.hints.store import HintStore
 from megatron_trace.models.expert_names import local_name
-from megatron_trace.models.hybrid import HybridModules, build_hybrid_model
 from megatron_trace.testing.recorded_samples import calibrate, random_samples, record
 from megatron_trace.testing.single_process import single_process, tiny_moe_config
 from megatron_trace.testing.te_layouts import LAYOUTS, outcomes_of_layouts
@@ -160,23 +159,9 @@ def check_rl(report: Report) -> None:
     from megatron_trace.rl.optimizer import OptimizerSettings
     from megatron_trace.rl.run import RunSettings, build_run, calibration_batches, start
     from megatron_trace.rl.step import rl_step
-    from megatron_trace.rl.tasks import CharTokenizer, TaskItem
-    from megatron_trace.rl.warm_start import WarmStartSettings, warm_start
+    from megatron_trace.testing.sums import CONTEXT, ITEMS, TOKENIZER, warm_weights
 
-    sums = [(n, str(2 * n % 10)) for n in range(10)]
-    items = [TaskItem(f"{n}+{n}=", s, "chain_sum", {"answer": s}) for n, s in sums]
-    tokenizer = CharTokenizer.of_tasks(items)
-    torch.manual_seed(0)
-    model = build_hybrid_model(
-        tiny_moe_config("*E*E"),
-        pattern="*E*E",
-        vocab_size=tokenizer.vocab_size,
-        max_sequence_length=16,
-        modules=HybridModules(),
-    )
-    settings = WarmStartSettings(steps=12, batch_size=16, learning_rate=5e-3, warmup_steps=2)
-    warm_start(model, items, tokenizer, settings, progress=False)
-    weights = {name: value.detach().clone() for name, value in model.named_parameters()}
+    weights = warm_weights(tiny_moe_config("*E*E"), pattern="*E*E")
     for kind in ("local", *KINDS):
         with report.check("RL with the engine", kind):
             trace = TraceConfig(hint_layers="all", hint_sites=HINT_SITES, experts=kind)
@@ -188,15 +173,15 @@ def check_rl(report: Report) -> None:
                     samples_per_prompt=4,
                     micro_batch_samples=8,
                     max_response_tokens=3,
-                    context=16,
+                    context=CONTEXT,
                     max_requests=16,
                 ),
                 tiny_moe_config("*E*E", **({} if kind == "local" else FUSED)),
                 pattern="*E*E",
-                items=items,
-                tokenizer=tokenizer,
+                items=ITEMS,
+                tokenizer=TOKENIZER,
             )
-            start(run, weights, calibration_batches(items, tokenizer, num_samples=10))
+            start(run, weights, calibration_batches(ITEMS, TOKENIZER, num_samples=10))
             steps = [rl_step(run) for _ in range(3)]
             coverage = {
                 site: counts["coverage"] for site, counts in steps[0]["quantisers"]["sites"].items()

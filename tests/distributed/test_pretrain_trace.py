@@ -11,8 +11,9 @@ import pytest
 import torch
 from megatron.core import dist_checkpointing
 
-from megatron_trace.rl.tasks import TaskItem, save_tasks
+from megatron_trace.rl.tasks import save_tasks
 from megatron_trace.testing.single_process import single_process
+from megatron_trace.testing.sums import ITEMS
 
 ROOT = Path(__file__).parents[2]
 MODEL = """
@@ -77,11 +78,7 @@ def iterations(output):
 def folder(tmp_path_factory):
     """A folder with prompts, a checkpoint of a warm-started model, and its recorded rollouts."""
     folder = tmp_path_factory.mktemp("pretrain")
-    items = [
-        TaskItem(f"{n}+{n}=", str(2 * n % 10), "chain_sum", {"answer": str(2 * n % 10)})
-        for n in range(10)
-    ]
-    save_tasks(folder / "tasks.jsonl", items)
+    save_tasks(folder / "tasks.jsonl", ITEMS)
     run(
         "record_rollouts.py",
         f"{MODEL} --rollout-tasks tasks.jsonl --rollout-output rollouts --rollout-warm-start 12 "

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_trace.rl.tasks import TaskItem, save_tasks
+from megatron_trace.rl.tasks import save_tasks
 from megatron_trace.testing.slurm_cluster import SlurmCluster, missing_programs
+from megatron_trace.testing.sums import ITEMS
 
 ROOT = Path(__file__).parents[2]
 MODEL = """
@@ -63,11 +64,7 @@ class Site:
         self.cluster_file = folder / "cluster.env"
         self.cluster_file.write_text(CLUSTER.format(python=sys.executable))
         (folder / "model.args").write_text("\n".join(MODEL.split()) + "\n")
-        items = [
-            TaskItem(f"{n}+{n}=", str(2 * n % 10), "chain_sum", {"answer": str(2 * n % 10)})
-            for n in range(10)
-        ]
-        save_tasks(folder / "tasks.jsonl", items)
+        save_tasks(folder / "tasks.jsonl", ITEMS)
 
     def run_file(self, name, *, steps=2, batches=1, max_lag=0, more=""):
         """Writes the settings of a run; gives their file and the run's folder."""

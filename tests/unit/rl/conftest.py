@@ -1,23 +1,14 @@
 """Tiny RL runs: two decoder layers, ten problems with one-character answers."""
 
 import pytest
-import torch
 
 from megatron_trace.config import TraceConfig
-from megatron_trace.models.hybrid import HybridModules, build_hybrid_model
 from megatron_trace.rl.optimizer import OptimizerSettings
 from megatron_trace.rl.run import RunSettings, build_run, calibration_batches, start
-from megatron_trace.rl.tasks import CharTokenizer, TaskItem
-from megatron_trace.rl.warm_start import WarmStartSettings, warm_start
 from megatron_trace.testing.single_process import single_process, tiny_moe_config
+from megatron_trace.testing.sums import CONTEXT, ITEMS, TOKENIZER, warm_weights
 
 PATTERN = "*E*E"
-CONTEXT = 16
-ITEMS = [
-    TaskItem(f"{n}+{n}=", str(2 * n % 10), "chain_sum", {"answer": str(2 * n % 10)})
-    for n in range(10)
-]
-TOKENIZER = CharTokenizer.of_tasks(ITEMS)
 
 
 @pytest.fixture(scope="module")
@@ -30,17 +21,7 @@ def one_process():
 @pytest.fixture(scope="module")
 def weights(one_process):
     """Weights that answer some problems right: samples of a group differ in reward."""
-    torch.manual_seed(0)
-    model = build_hybrid_model(
-        tiny_moe_config(PATTERN),
-        pattern=PATTERN,
-        vocab_size=TOKENIZER.vocab_size,
-        max_sequence_length=CONTEXT,
-        modules=HybridModules(),
-    )
-    settings = WarmStartSettings(steps=12, batch_size=16, learning_rate=5e-3, warmup_steps=2)
-    warm_start(model, ITEMS, TOKENIZER, settings, progress=False)
-    return {name: value.detach().clone() for name, value in model.named_parameters()}
+    return warm_weights(tiny_moe_config(PATTERN), pattern=PATTERN)
 
 
 @pytest.fixture

@@ -4,38 +4,19 @@ import pytest
 import torch
 
 from megatron_trace.config import HINT_SITES, TraceConfig
-from megatron_trace.models.hybrid import HybridModules, build_hybrid_model
 from megatron_trace.rl.optimizer import OptimizerSettings
 from megatron_trace.rl.run import RunSettings, build_run, calibration_batches, start
 from megatron_trace.rl.step import rl_step
-from megatron_trace.rl.tasks import CharTokenizer, TaskItem
-from megatron_trace.rl.warm_start import WarmStartSettings, warm_start
 from megatron_trace.testing.single_process import QWEN_FIELDS, tiny_moe_config
+from megatron_trace.testing.sums import CONTEXT, ITEMS, TOKENIZER, warm_weights
 
 PATTERN = "GEGEGE*E"
-CONTEXT = 16
 ROTARY = {"rotary_percent": 0.25, "rotary_base": 10_000_000}
-ITEMS = [
-    TaskItem(f"{n}+{n}=", str(2 * n % 10), "chain_sum", {"answer": str(2 * n % 10)})
-    for n in range(10)
-]
-TOKENIZER = CharTokenizer.of_tasks(ITEMS)
 
 
 @pytest.fixture(scope="module")
 def weights(one_process):
-    torch.manual_seed(0)
-    model = build_hybrid_model(
-        tiny_moe_config(PATTERN, **QWEN_FIELDS),
-        pattern=PATTERN,
-        vocab_size=TOKENIZER.vocab_size,
-        max_sequence_length=CONTEXT,
-        modules=HybridModules(),
-        **ROTARY,
-    )
-    settings = WarmStartSettings(steps=12, batch_size=16, learning_rate=5e-3, warmup_steps=2)
-    warm_start(model, ITEMS, TOKENIZER, settings, progress=False)
-    return {name: value.detach().clone() for name, value in model.named_parameters()}
+    return warm_weights(tiny_moe_config(PATTERN, **QWEN_FIELDS), pattern=PATTERN, **ROTARY)
 
 
 @pytest.fixture

@@ -4,21 +4,13 @@ import pytest
 import torch
 
 from megatron_trace.config import HINT_SITES, TraceConfig
-from megatron_trace.models.hybrid import HybridModules, build_hybrid_model
 from megatron_trace.models.local_config import architecture_config
 from megatron_trace.models.presets import NAME_2_4T, PRESETS, UNKNOWN_FIELDS, preset
 from megatron_trace.rl.optimizer import OptimizerSettings
 from megatron_trace.rl.run import RunSettings, build_run, calibration_batches, start
 from megatron_trace.rl.step import rl_step
-from megatron_trace.rl.tasks import CharTokenizer, TaskItem
-from megatron_trace.rl.warm_start import WarmStartSettings, warm_start
+from megatron_trace.testing.sums import CONTEXT, ITEMS, TOKENIZER, warm_weights
 
-CONTEXT = 16
-ITEMS = [
-    TaskItem(f"{n}+{n}=", str(2 * n % 10), "chain_sum", {"answer": str(2 * n % 10)})
-    for n in range(10)
-]
-TOKENIZER = CharTokenizer.of_tasks(ITEMS)
 # Of no published configuration: any that fit do for what is tested here.
 GDN_2_4T = dict(zip(UNKNOWN_FIELDS[NAME_2_4T], (16, 64, 128, 128), strict=True))
 
@@ -29,17 +21,7 @@ GDN_2_4T = dict(zip(UNKNOWN_FIELDS[NAME_2_4T], (16, 64, 128, 128), strict=True))
 def test_two_steps_roll_out_and_train_under_the_rollouts_codes(architecture, one_process):
     small = architecture.reduced()
     rotary = {"rotary_percent": small.rope_share, "rotary_base": small.rope_base}
-    torch.manual_seed(0)
-    model = build_hybrid_model(
-        architecture_config(small),
-        pattern=small.pattern(),
-        vocab_size=TOKENIZER.vocab_size,
-        max_sequence_length=CONTEXT,
-        modules=HybridModules(),
-        **rotary,
-    )
-    settings = WarmStartSettings(steps=12, batch_size=16, learning_rate=5e-3, warmup_steps=2)
-    warm_start(model, ITEMS, TOKENIZER, settings, progress=False)
+    weights = warm_weights(architecture_config(small), pattern=small.pattern(), **rotary)
     run = build_run(
         RunSettings(
             trace=TraceConfig(hint_layers="all", hint_sites=HINT_SITES, diagnostic_share=0.5),
@@ -57,7 +39,6 @@ def test_two_steps_roll_out_and_train_under_the_rollouts_codes(architecture, one
         tokenizer=TOKENIZER,
         **rotary,
     )
-    weights = {name: value.detach().clone() for name, value in model.named_parameters()}
     start(run, weights, calibration_batches(ITEMS, TOKENIZER, num_samples=10))
     before = {name: value.clone() for name, value in run.named_weights().items()}
     for version in range(2):
