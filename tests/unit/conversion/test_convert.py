@@ -4,9 +4,7 @@ import gc
 import json
 import os
 import re
-import resource
 import shutil
-import signal
 from pathlib import Path
 
 import pytest
@@ -22,6 +20,7 @@ from megatron_trace.models.architecture import size_differences
 from megatron_trace.models.hybrid import HybridModules, build_hybrid_model, causal_mask
 from megatron_trace.models.local_config import architecture_config
 from megatron_trace.models.presets import QWEN3_5_35B_A3B
+from megatron_trace.testing.file_size_limit import file_size_limit
 from megatron_trace.testing.published_model import (
     add_tensors,
     make_it_see,
@@ -319,21 +318,9 @@ def test_a_damaged_folder_is_refused_in_words_before_anything_is_written(
     assert [path.name for path in tmp_path.iterdir()] == ["published"]
 
 
-@pytest.fixture
-def full_disk():
-    """Files of this process cannot grow beyond 10 kB."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    signal.signal(signal.SIGXFSZ, before)
-
-
-def test_a_full_disk_is_an_error_of_the_file_system_and_leaves_nothing(
-    published, tmp_path, full_disk
-):
-    with pytest.raises(OSError, match=r"megatron\.tmp/iter_0000000 cannot be written: .*too large"):
+def test_a_full_disk_is_an_error_of_the_file_system_and_leaves_nothing(published, tmp_path):
+    unwritable = r"megatron\.tmp/iter_0000000 cannot be written: .*too large"
+    with pytest.raises(OSError, match=unwritable), file_size_limit(10_000):
         hf_to_megatron(published[0], tmp_path / "megatron")
     assert not list(tmp_path.iterdir())
 

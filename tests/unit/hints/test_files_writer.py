@@ -4,7 +4,6 @@ import contextlib
 import errno
 import json
 import os
-import resource
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +14,7 @@ from megatron_trace.hints.files import HintFiles
 from megatron_trace.hints.files_writer import HintFilesWriter
 from megatron_trace.hints.findings import Finding, FindingKind
 from megatron_trace.hints.writer_lock import WriterLock
+from megatron_trace.testing.file_size_limit import file_size_limit
 from megatron_trace.testing.hint_samples import (
     RecordedSample,
     commit_recorded,
@@ -173,15 +173,10 @@ def test_full_disk_loses_nothing_and_the_commit_can_be_repeated(tmp_path: Path) 
 
 
 def test_limit_of_the_file_size_loses_nothing(tmp_path: Path) -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     with HintFilesWriter(tmp_path) as files:
         commit_recorded(files, [FIRST])
-        try:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (64 * 1024, hard))
-            with pytest.raises(OSError, match="File too large"):
-                commit_recorded(files, [LARGE])
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        with pytest.raises(OSError, match="File too large"), file_size_limit(64 * 1024):
+            commit_recorded(files, [LARGE])
         require_only(tmp_path, FIRST)
         files.commit([LARGE.sample])
     require_only(tmp_path, FIRST, LARGE)
