@@ -149,6 +149,7 @@ def test_a_checkpoint_of_two_expert_parallel_ranks_loads_into_one(folder, traine
     assert one[3]["importance weight"] == pytest.approx(expected["importance weight"], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_reading_ahead_changes_nothing_that_megatron_logs(folder):
     """Four micro-batches a pass, evaluation in between."""
     flags = training("start", "", "1", fresh=True, more="--micro-batch-size 2 --train-iters 2")
@@ -162,6 +163,7 @@ def test_reading_ahead_changes_nothing_that_megatron_logs(folder):
     assert losses[0] == losses[1] != []
 
 
+@pytest.mark.slow
 def test_a_missing_checkpoint_to_roll_out_from_is_named(folder):
     flags = (
         f"{MODEL} --rollout-tasks tasks.jsonl --rollout-prompts 10 --rollout-output other "
@@ -172,6 +174,7 @@ def test_a_missing_checkpoint_to_roll_out_from_is_named(folder):
     assert not (folder / "other").exists()
 
 
+@pytest.mark.slow
 def test_random_weights_instead_of_the_rollouts_stop_after_the_first_step(folder):
     """Megatron trains on from random weights where --load has no checkpoint."""
     flags = training("nowhere", "", "1", fresh=True)
