@@ -15,7 +15,7 @@ import torch
 from megatron.core.distributed import finalize_model_grads
 
 from megatron_trace.hints.types import RolloutSample
-from megatron_trace.rl.health import parse_alarms, samples_to_drop
+from megatron_trace.rl.health import Alarm, parse_alarms, samples_to_drop
 from megatron_trace.rl.losses import LossSums, policy_loss
 from megatron_trace.rl.objectives.values import PolicyBatch
 from megatron_trace.rl.run import RlRun
@@ -167,9 +167,10 @@ def _optimizer_step(
     run.ddp.zero_grad_buffer()
     run.optimizer.zero_grad()
     total = 0.0
+    alarms = parse_alarms(run.settings.health)
     try:
         for batch in batches:
-            total += _add_gradient(run, batch, num_units, update)
+            total += _add_gradient(run, batch, num_units, update, alarms)
         finalize_model_grads([run.ddp])
         _require_finite_gradients(run)
     except NonFiniteError as error:
@@ -193,7 +194,9 @@ def _note_skipped(run: RlRun, error: NonFiniteError) -> None:
     _logger.warning("step %d: nothing is updated: %s", run.progress.step, error)
 
 
-def _add_gradient(run: RlRun, batch: TrainingBatch, num_units: int, update: Update) -> float:
+def _add_gradient(
+    run: RlRun, batch: TrainingBatch, num_units: int, update: Update, alarms: Sequence[Alarm]
+) -> float:
     """Adds a micro-batch to the gradient and to what the step reports; gives its loss."""
     micro_batch = batch.micro_batch
     with run.sites.micro_batch(micro_batch):
@@ -201,9 +204,7 @@ def _add_gradient(run: RlRun, batch: TrainingBatch, num_units: int, update: Upda
         if batch.old_logprobs is None:
             batch.old_logprobs = logprobs.detach()
         mask, old = micro_batch.loss_mask, batch.old_logprobs
-        dropped = samples_to_drop(
-            parse_alarms(run.settings.health), old - micro_batch.rollout_logprobs, mask
-        )
+        dropped = samples_to_drop(alarms, old - micro_batch.rollout_logprobs, mask)
         loss, sums = policy_loss(
             PolicyBatch(
                 theta=logprobs,
