@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,9 +10,10 @@ import torch
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 
 from megatron_trace.config import DEFAULT_HINT_SITES, Method, NumberFormatName, TraceConfig
-from megatron_trace.hints.store import HintStore
+from megatron_trace.hints.store import HintSink, HintStore, RecordKind
 from megatron_trace.hints.types import QuantizerSettings, RolloutSample
 from megatron_trace.testing.recorded_samples import calibrate, random_samples, record
+from megatron_trace.testing.rollouts import record_of
 from megatron_trace.testing.single_process import tiny_moe_config
 from megatron_trace.training.model import TrainerAttention
 from megatron_trace.training.pipeline import build_trainer_chunks
@@ -107,6 +108,13 @@ class RecordedRollout:
     store: HintStore
     samples: list[RolloutSample]
     settings: QuantizerSettings
+
+    def put_records(self, sink: HintSink, kinds: Iterable[RecordKind] = (RecordKind.HINT,)) -> None:
+        """Puts the records of all samples, of the kinds that are asked for, elsewhere too."""
+        for sample in self.samples:
+            for kind in kinds:
+                for layer, site in self.store.places(sample.sample_id, kind):
+                    sink.put(record_of(self.store, sample, layer, site, kind), kind)
 
 
 def recorded_rollout(

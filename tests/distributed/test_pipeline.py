@@ -30,7 +30,6 @@ from megatron_trace.testing.assertions import assert_same_bytes
 from megatron_trace.testing.layouts import slice_of
 from megatron_trace.testing.ranks import run_ranks
 from megatron_trace.testing.recorded_samples import seen_values
-from megatron_trace.testing.rollouts import record_of
 from megatron_trace.testing.single_process import single_process
 from megatron_trace.testing.tiny_trainer import recorded_rollout, tiny_trainer, tiny_trainer_chunks
 from megatron_trace.training.micro_batch import make_micro_batch
@@ -353,9 +352,7 @@ def _given(scenario: Scenario, folder) -> dict[str, Any]:
     pattern = scenario.pattern.replace("|", "")
     rolled = recorded_rollout(LENGTHS, pattern=pattern, sites=HINT_SITES)
     with HintFilesWriter(folder) as files:
-        for sample in rolled.samples:
-            for layer, site in rolled.store.places(sample.sample_id):
-                files.put(record_of(rolled.store, sample, layer, site))
+        rolled.put_records(files)
         files.commit(rolled.samples)
     model, _ = tiny_trainer("bf16", pattern=pattern)
     return {

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_trace.config import RecordedConfig, TraceConfig
-from megatron_trace.hints import HintFilesWriter, HintKey
+from megatron_trace.hints import HintFilesWriter
 from megatron_trace.rl.recorded import RecordedTraining
 from megatron_trace.rl.rollout_folder import Reward, commit_rollouts
 from megatron_trace.testing.single_process import single_process
@@ -28,11 +28,7 @@ def rolled():
 def folder(rolled, tmp_path):
     """A folder of four rewarded samples."""
     with HintFilesWriter(tmp_path) as files:
-        for sample in rolled.samples:
-            for layer, site in rolled.store.places(sample.sample_id):
-                version, digest = sample.policy_version, sample.settings_digest
-                key = HintKey(sample.sample_id, layer, site, version, digest)
-                files.put(rolled.store.get(key, num_rows=sample.num_rows))
+        rolled.put_records(files)
         rewards = [
             Reward(sample.sample_id, "g", len(LENGTHS), float(n % 2))
             for n, sample in enumerate(rolled.samples)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_trace.config import RecordedConfig, TraceConfig
-from megatron_trace.hints import HintFilesWriter, HintKey, Site
+from megatron_trace.hints import HintFilesWriter, Site
 from megatron_trace.rl import recorded
 from megatron_trace.rl.recorded import RecordedTraining
 from megatron_trace.rl.rollout_folder import Reward, commit_rollouts
@@ -35,11 +35,7 @@ def rolled():
 def folder(rolled, tmp_path):
     """A folder of the samples in a group, of which one more in another group is not complete."""
     with HintFilesWriter(tmp_path) as files:
-        for sample in rolled.samples:
-            for layer, site in rolled.store.places(sample.sample_id):
-                version, digest = sample.policy_version, sample.settings_digest
-                key = HintKey(sample.sample_id, layer, site, version, digest)
-                files.put(rolled.store.get(key, num_rows=sample.num_rows))
+        rolled.put_records(files)
         lone = dataclasses.replace(rolled.samples[0], sample_id="lone")
         rewards = [Reward(s.sample_id, "g", 4, float(n)) for n, s in enumerate(rolled.samples)]
         commit_rollouts(

@@ -7,20 +7,14 @@ from pathlib import Path
 
 import torch
 
-from megatron_trace.hints import HintFiles, HintFilesWriter, HintKey, RecordKind
+from megatron_trace.hints import HintFiles, HintFilesWriter, RecordKind
 from megatron_trace.testing.tiny_trainer import RecordedRollout
 from megatron_trace.training.micro_batch import make_micro_batch
 
 
 def _written(rolled: RecordedRollout, folder: Path) -> HintFiles:
     with HintFilesWriter(folder) as files:
-        for sample in rolled.samples:
-            for kind in RecordKind:
-                for place in rolled.store.places(sample.sample_id, kind):
-                    key = HintKey(
-                        sample.sample_id, *place, sample.policy_version, sample.settings_digest
-                    )
-                    files.put(rolled.store.get(key, num_rows=sample.num_rows, kind=kind), kind)
+        rolled.put_records(files, RecordKind)
         files.commit(rolled.samples)
     return HintFiles(folder)
 

@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 import torch
 
-from megatron_trace.hints import HintFiles, HintFilesWriter, HintKey, RecordKind
+from megatron_trace.hints import HintFiles, HintFilesWriter, RecordKind
 from megatron_trace.training.micro_batch import (
     make_micro_batch,
     planned_hint_bytes,
@@ -184,12 +184,7 @@ def files(rollout, build, tmp_path):
     """Recorded rollouts in files: the folder, its sample ids, and sites of a trainer."""
     rolled = rollout(codes=True)
     with HintFilesWriter(tmp_path) as writer:
-        for sample in rolled.samples:
-            for kind in RecordKind:
-                for layer, site in rolled.store.places(sample.sample_id, kind):
-                    version, digest = sample.policy_version, sample.settings_digest
-                    key = HintKey(sample.sample_id, layer, site, version, digest)
-                    writer.put(rolled.store.get(key, num_rows=sample.num_rows, kind=kind), kind)
+        rolled.put_records(writer, RecordKind)
         writer.commit(rolled.samples)
     _, sites = build("trace", settings=rolled.settings)
     sites.diagnostics = True
