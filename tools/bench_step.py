@@ -1,0 +1,505 @@
+"""Measures what a step of each method costs on one block of a published model, on a GPU.
+
+    python tools/bench_step.py --out step.json --kinds local te --tokens 8192 32768
+
+A block is a token mixer and a MoE of the full width of `--preset`; embedding and output layer are
+small, so that what is measured is what 40 such blocks repeat. The samples are of `--length` tokens,
+with hints that a model of method qat recorded, written to files and read by the trainer's own
+prefetcher: file -> page-locked memory -> side stream -> device.
+
+All trainers have one and the same weights, gradients and optimizer. They take turns, so that what
+the machine does to one it does to all: in each round every case trains on some micro-batches, of
+which the first also quantises the weights that the optimizer changed, and then the optimizer steps.
+Times are medians over rounds, of CUDA events (of the wall clock on a CPU); "host" is how long the
+host took to hand the work over, so where both are alike the GPU waited for the host.
+
+A case is METHOD:EXPERTS[:SITES[:LAYERS]], such as `trace:te:fc1+fc2+k+v:latter_half`.
+
+Legend: T tokens of a micro-batch.
+"""
+
+# ruff: noqa: E402  The stand-in for the CUDA runtime must be installed before Megatron is imported.
+from __future__ import annotations
+
+from megatron_trace.testing import cpu_runtime
+
+cpu_runtime.install()
+
+import argparse
+import contextlib
+import dataclasses
+import gc
+import itertools
+import json
+import statistics
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from bench_step_profile import profiled
+from bench_step_rollout import measure_rollout
+
+from megatron_trace.config import DEFAULT_HINT_SITES, HINT_SITES, TraceConfig
+from megatron_trace.hints.files import HintFiles
+from megatron_trace.hints.files_writer import HintFilesWriter
+from megatron_trace.hints.store import HintStore
+from megatron_trace.hints.types import RolloutSample
+from megatron_trace.models.architecture import Architecture
+from megatron_trace.models.expert_names import local_name
+from megatron_trace.models.local_config import architecture_config
+from megatron_trace.models.presets import preset
+from megatron_trace.rl.optimizer import OptimizerSettings, build_optimizer
+from megatron_trace.testing.recorded_samples import calibrate, random_samples, record
+from megatron_trace.testing.single_process import single_process
+from megatron_trace.testing.tiny_trainer import RecordedRollout
+from megatron_trace.training.micro_batch import MicroBatch, stage_micro_batch
+from megatron_trace.training.model import build_trainer_model, token_logprobs
+from megatron_trace.training.prefetch import MicroBatchPrefetcher
+from megatron_trace.training.sites import TraceSites
+
+ALL_SITES = "+".join(HINT_SITES)
+DEFAULT_SITES = "+".join(DEFAULT_HINT_SITES)
+# Weights change in each round, but stay so near to the rollout's that the guard accepts its hints.
+LEARNING_RATE = 1e-6
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is trained in which way.
+
+    Attributes:
+        method: Method of TRACE.
+        experts: The trainer's routed experts.
+        sites: Guided sites, joined by `+`.
+        layers: Guided decoder layers.
+    """
+
+    method: Any
+    experts: Any
+    sites: str = ALL_SITES
+    layers: str = "all"
+
+    @property
+    def name(self) -> str:
+        """What tables call it."""
+        layers = "" if self.layers == "all" else f", {self.layers}"
+        guided = f" ({self.sites.replace('+', ', ')}{layers})" if self.method == "trace" else ""
+        return f"{self.method}{guided}, {self.experts}"
+
+    @property
+    def trace(self) -> TraceConfig:
+        """Its configuration."""
+        fields: dict[str, Any] = {"method": self.method, "experts": self.experts}
+        if self.method == "trace":
+            fields |= {"hint_sites": tuple(self.sites.split("+")), "hint_layers": self.layers}
+        return TraceConfig(**fields)
+
+
+@dataclass
+class Trainer:
+    """One case's model, and where its micro-batches come from.
+
+    Attributes:
+        case: The case.
+        model: The model.
+        sites: Its `TraceSites`.
+        stream: Micro-batches without end.
+        first: Milliseconds of each round's first micro-batch.
+        later: Of all others.
+        host: Milliseconds in which the host handed over each of these.
+        peak_bytes: Most bytes on the device beyond those before the micro-batch.
+    """
+
+    case: Case
+    model: Any
+    sites: TraceSites
+    stream: Iterator[MicroBatch]
+    first: list[float] = field(default_factory=list)
+    later: list[float] = field(default_factory=list)
+    host: list[float] = field(default_factory=list)
+    peak_bytes: int = 0
+
+
+class Block:
+    """One block of a published model: its samples, their hints in files, and its weights.
+
+    Args:
+        options: The options.
+        architecture: Sizes.
+        folder: Gets the hint files.
+    """
+
+    def __init__(
+        self, options: argparse.Namespace, architecture: Architecture, folder: Path
+    ) -> None:
+        self.options, self.architecture, self.folder = options, architecture, folder
+        recorder, sites = self.build(Case("qat", "local"))
+        lengths = [(options.length // 2, options.length // 2 + 1)] * options.samples
+        samples = random_samples(lengths, sites.shape, vocab_size=architecture.vocab_size)
+        calibrate(recorder, sites, samples[:1])
+        self.settings, store = sites.settings, HintStore()
+        places = list(sites.shape.places)
+        per_record = max(options.tokens) // options.length
+        self.samples: list[RolloutSample] = []
+        for first in range(0, len(samples), per_record):
+            part = samples[first : first + per_record]
+            self.samples += record(recorder, sites, part, store, places=places)
+        self.store_seconds, self.hint_bytes = self._write(store)
+        self.ddp, self.optimizer = build_optimizer(
+            recorder, OptimizerSettings(learning_rate=LEARNING_RATE)
+        )
+        self.parameters = {local_name(name): p for name, p in recorder.named_parameters()}
+        self.trainers: list[Trainer] = []
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all samples that are forwarded."""
+        return sum(sample.num_rows for sample in self.samples)
+
+    def build(self, case: Case) -> tuple[Any, TraceSites]:
+        """Builds the trainer model of a case."""
+        options, architecture = self.options, self.architecture
+        fields: dict[str, Any] = {
+            "num_layers": len(options.pattern),
+            "moe_router_load_balancing_type": "none",
+            "moe_aux_loss_coeff": 0.0,
+            "use_cpu_initialization": not torch.cuda.is_available(),
+            "gradient_accumulation_fusion": case.experts != "local",
+        }
+        torch.manual_seed(0)
+        model, sites = build_trainer_model(
+            architecture_config(architecture, **fields),
+            pattern=options.pattern,
+            vocab_size=architecture.vocab_size,
+            max_sequence_length=options.length + 1,
+            trace=case.trace,
+            rotary_base=architecture.rope_base,
+            rotary_percent=architecture.rope_share,
+        )
+        return model, sites
+
+    def _write(self, store: HintStore) -> tuple[float, int]:
+        """Writes the hints to files; gives the seconds and the bytes."""
+        rollout = RecordedRollout(store, self.samples, self.settings)
+        started = time.perf_counter()
+        with HintFilesWriter(self.folder) as files:
+            rollout.put_records(files)
+            files.commit(self.samples)
+            return time.perf_counter() - started, files.num_bytes
+
+    def trainer(self, case: Case) -> tuple[Any, TraceSites]:
+        """Gives a model of a case with the shared weights and gradients."""
+        model, sites = self.build(case)
+        if sites.quantises:
+            sites.settings = self.settings
+        for name, parameter in model.named_parameters():
+            shared: Any = self.parameters[local_name(name)]
+            own: Any = parameter
+            own.data, own.main_grad = shared.data, shared.main_grad
+            own.register_post_accumulate_grad_hook(_add_to_main_grad)
+        return model, sites
+
+    def optimizer_step(self) -> float:
+        """Steps and gives the milliseconds; gradients are zero afterwards."""
+        timer = Timer(next(iter(self.parameters.values())).device)
+        with timer:
+            self.optimizer.step()
+        self.ddp.zero_grad_buffer()
+        return timer.milliseconds
+
+
+def _add_to_main_grad(parameter: Any) -> None:
+    """Does what Megatron's DDP does."""
+    if not parameter.grad_added_to_main_grad:
+        parameter.main_grad.add_(parameter.grad)
+    parameter.grad = None
+
+
+class Timer:
+    """Milliseconds of what runs inside, on the device's own clock.
+
+    Attributes:
+        host_milliseconds: Until the host had handed over all of it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._started = self.host_milliseconds = 0.0
+        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2 * self._on_gpu)]
+
+    def __enter__(self) -> None:
+        """Begins."""
+        if self._on_gpu:
+            self._events[0].record()
+        self._started = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        """Ends."""
+        self.host_milliseconds = (time.perf_counter() - self._started) * 1e3
+        if self._on_gpu:
+            self._events[1].record()
+
+    @property
+    def milliseconds(self) -> float:
+        """Time between begin and end; waits for the end."""
+        if not self._on_gpu:
+            return self.host_milliseconds
+        self._events[1].synchronize()
+        return self._events[0].elapsed_time(self._events[1])
+
+
+def measure_training(block: Block, cases: Sequence[Case], num_tokens: int) -> list[dict[str, Any]]:
+    """Trains all cases by turns; gives a row of the table for each that could run."""
+    options, per_batch = block.options, num_tokens // block.options.length
+    device = next(iter(block.parameters.values())).device
+    starts = range(0, len(block.samples) - per_batch + 1, per_batch)
+    batches = [block.samples[first : first + per_batch] for first in starts]
+    rows: list[dict[str, Any]] = []
+    optimizer: list[float] = []
+    with contextlib.ExitStack() as stack:
+        trainers = []
+        for case in cases:
+            with _reported(case.name):
+                model, sites = block.trainer(case)
+                stream = MicroBatchPrefetcher(
+                    itertools.cycle(batches), HintFiles(block.folder), sites, max_host_bytes=None
+                )
+                stack.enter_context(stream)
+                trainers.append(Trainer(case, model, sites, stream))
+        failed: set[str] = set()
+        for round_number in range(options.rounds + 1):
+            order = (
+                trainers[round_number % len(trainers) :] + trainers[: round_number % len(trainers)]
+            )
+            for trainer in order:
+                if trainer.case.name in failed:
+                    continue
+                failed.add(trainer.case.name)
+                with _reported(trainer.case.name):
+                    train(trainer, options.micro_batches, device, count=round_number > 0)
+                    failed.remove(trainer.case.name)
+            optimizer.append(block.optimizer_step())
+        rows = [
+            row_of(trainer, num_tokens, statistics.median(optimizer))
+            for trainer in trainers
+            if trainer.case.name not in failed
+        ]
+        for trainer in trainers:
+            if options.profile and trainer.case.name not in failed:
+                with _reported(f"profile of {trainer.case.name}"):
+                    profiled(trainer.case.name, lambda of=trainer: step(of), options.profile)
+    return rows
+
+
+def train(trainer: Trainer, micro_batches: int, device: torch.device, *, count: bool) -> None:
+    """Trains on some micro-batches, and notes their times if they count."""
+    for index in range(micro_batches):
+        on_gpu, timer = device.type == "cuda", Timer(device)
+        before = 0
+        if on_gpu:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+        with timer:
+            step(trainer)
+        milliseconds = timer.milliseconds
+        if on_gpu:
+            peak = torch.cuda.max_memory_allocated() - before
+            trainer.peak_bytes = max(trainer.peak_bytes, peak)
+        if not count:
+            continue
+        if index == 0:
+            trainer.first.append(milliseconds)
+        else:
+            trainer.later.append(milliseconds)
+            trainer.host.append(timer.host_milliseconds)
+
+
+def step(trainer: Trainer) -> None:
+    """Takes the next micro-batch and does its forward and backward pass."""
+    for parameter in trainer.model.parameters():
+        parameter.grad_added_to_main_grad = False
+    micro_batch = next(trainer.stream)
+    with trainer.sites.micro_batch(micro_batch):
+        logprobs = token_logprobs(trainer.model, trainer.sites, micro_batch)
+        (-logprobs[micro_batch.loss_mask].mean()).backward()
+
+
+def row_of(trainer: Trainer, num_tokens: int, optimizer_ms: float) -> dict[str, Any]:
+    """Gives the medians of a case."""
+    later, first = statistics.median(trainer.later), statistics.median(trainer.first)
+    coverage = {}
+    if trainer.sites.quantises:
+        report = trainer.sites.report()
+        coverage = {str(site): round(counts.coverage, 4) for site, counts in report.sites.items()}
+    return {
+        "case": dataclasses.asdict(trainer.case) | {"name": trainer.case.name},
+        "tokens": num_tokens,
+        "micro_batch_ms": later,
+        "micro_batch_ms_least": min(trainer.later),
+        "micro_batch_ms_most": max(trainer.later),
+        "host_ms": statistics.median(trainer.host),
+        "weights_ms": first - later,
+        "optimizer_ms": optimizer_ms,
+        "peak_bytes": trainer.peak_bytes,
+        "coverage": coverage,
+    }
+
+
+def measure_loading(block: Block, num_tokens: int) -> dict[str, Any]:
+    """Reads one micro-batch's hints of every site from files, and copies them, by itself."""
+    case = Case("trace", "local")
+    _, sites = block.build(case)
+    sites.settings = block.settings
+    on_gpu, samples = (
+        sites.device.type == "cuda",
+        block.samples[: num_tokens // block.options.length],
+    )
+    seconds, copies = [], []
+    for _ in range(4):
+        files, started = HintFiles(block.folder), time.perf_counter()
+        staged = stage_micro_batch(samples, files, sites, pin_memory=on_gpu)
+        seconds.append(time.perf_counter() - started)
+        timer = Timer(sites.device)
+        with timer:
+            staged.on_device(non_blocking=True)
+        copies.append(timer.milliseconds)
+    return {
+        "tokens": num_tokens,
+        "first_read_s": seconds[0],
+        "read_s": statistics.median(seconds[1:]),
+        "copy_ms": statistics.median(copies[1:]),
+        "bytes": staged.on_host.hint_bytes,
+    }
+
+
+@contextlib.contextmanager
+def _reported(what: str) -> Iterator[None]:
+    """Goes on after an error, which is printed."""
+    try:
+        yield
+    except Exception:  # noqa: BLE001  The other cases are to be measured.
+        print(f"{what} failed:\n{traceback.format_exc()}", flush=True)
+
+
+def print_training(rows: Sequence[dict[str, Any]]) -> None:
+    """Prints the table, with the cost of guidance over method qat with the same experts."""
+    print(
+        f"{'case':44} {'tokens':>6} {'ms':>8} {'least':>8} {'over qat':>8} {'host':>8} "
+        f"{'weights':>8} {'GiB':>6}  coverage"
+    )
+    plain = {
+        (row["tokens"], row["case"]["experts"]): row["micro_batch_ms"]
+        for row in rows
+        if row["case"]["method"] == "qat"
+    }
+    for row in rows:
+        base = plain.get((row["tokens"], row["case"]["experts"]))
+        over = f"{row['micro_batch_ms'] / base - 1:+.1%}" if base else ""
+        print(
+            f"{row['case']['name']:44} {row['tokens']:6} {row['micro_batch_ms']:8.2f} "
+            f"{row['micro_batch_ms_least']:8.2f} {over:>8} {row['host_ms']:8.2f} "
+            f"{row['weights_ms']:8.2f} {row['peak_bytes'] / 2**30:6.2f}  {row['coverage']}"
+        )
+
+
+def cases_of(options: argparse.Namespace) -> list[Case]:
+    """Gives the cases that the options ask for."""
+    if options.cases:
+        return [Case(*case.split(":")) for case in options.cases]
+    cases = []
+    for kind in options.kinds:
+        cases += [Case("bf16", kind), Case("qat", kind)]
+        cases += [Case("trace", kind, sites) for sites in ("fc1", DEFAULT_SITES, ALL_SITES)]
+        if options.pattern.count("E") > 1:
+            cases.append(Case("trace", kind, ALL_SITES, "latter_half"))
+    return cases
+
+
+def main() -> None:
+    """Measures as the options say."""
+    options = _options()
+    sizes = preset(options.preset)
+    sizes = sizes.reduced() if options.small else sizes
+    architecture = dataclasses.replace(
+        sizes,
+        num_layers=options.pattern.count("E"),
+        attention_interval=1,
+        vocab_size=min(sizes.vocab_size, 2048),
+    )
+    options.samples = max(options.samples or 2 * max(options.tokens) // options.length, 1)
+    report: dict[str, Any] = {"options": {k: str(v) for k, v in vars(options).items()}}
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    print(f"{architecture.name}, pattern {options.pattern}, {device}, torch {torch.__version__}")
+    with single_process(seed=0), tempfile.TemporaryDirectory() as folder:
+        if "train" in options.parts:
+            report |= _train_part(options, architecture, Path(folder) / "hints")
+            gc.collect()
+            torch.cuda.empty_cache()
+        if "rollout" in options.parts:
+            with _reported("rollout"):
+                report["rollout"] = measure_rollout(options, architecture, Path(folder))
+    if options.out:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(json.dumps(report, indent=1))
+
+
+def _train_part(
+    options: argparse.Namespace, architecture: Architecture, folder: Path
+) -> dict[str, Any]:
+    started = time.perf_counter()
+    block = Block(options, architecture, folder)
+    per_token = block.hint_bytes / block.num_tokens
+    print(
+        f"recorded {block.num_tokens} tokens; hints of all sites {per_token:.0f} bytes a token, "
+        f"written in {block.store_seconds:.3f} s ({block.hint_bytes / 1e6:.1f} MB); "
+        f"{time.perf_counter() - started:.1f} s so far",
+        flush=True,
+    )
+    rows, loading = [], []
+    for num_tokens in options.tokens:
+        loading.append(measure_loading(block, num_tokens))
+        print("loading", loading[-1], flush=True)
+        rows += measure_training(block, cases_of(options), num_tokens)
+        print_training([row for row in rows if row["tokens"] == num_tokens])
+        print(f"{time.perf_counter() - started:.1f} s so far", flush=True)
+        gc.collect()
+        torch.cuda.empty_cache()
+    return {
+        "training": rows,
+        "store": {
+            "seconds": block.store_seconds,
+            "bytes": block.hint_bytes,
+            "tokens": block.num_tokens,
+        },
+        "loading": loading,
+    }
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--preset", default="Qwen3.5-35B-A3B")
+    parser.add_argument("--pattern", default="*E", help="hybrid layer pattern of the block")
+    parser.add_argument("--small", action="store_true", help="the structure, but small widths")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[8192], help="of a micro-batch")
+    parser.add_argument("--length", type=int, default=2048, help="tokens of a sample")
+    parser.add_argument("--samples", type=int, help="samples; two of the largest micro-batches")
+    parser.add_argument("--kinds", nargs="+", default=["local"], help="of the routed experts")
+    parser.add_argument("--cases", nargs="+", help="see above; instead of those of all kinds")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--micro-batches", type=int, default=4, help="of a case in a round")
+    parser.add_argument("--profile", type=int, default=0, help="rows of each case's profile")
+    parser.add_argument("--parts", nargs="+", default=["train", "rollout"])
+    parser.add_argument("--prompts", type=int, default=32, help="of the rollout, of 64 tokens")
+    parser.add_argument("--new-tokens", type=int, default=32, help="sampled for each prompt")
+    parser.add_argument("--out", type=Path, help="JSON file for the results")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,43 @@
+"""Where a training step's time goes: `bench_step.py --profile` prints it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+# Calls of the runtime in which the host waits for the device.
+WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
+
+
+def profiled(name: str, run: Callable[[], None], num_rows: int) -> None:
+    """Runs something under torch.profiler and prints what took longest.
+
+    Args:
+        name: What it is.
+        run: Runs it once.
+        num_rows: Rows of each table.
+    """
+    on_gpu = torch.cuda.is_available() and torch.version.cuda is not None
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if on_gpu:
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+        torch.cuda.synchronize()
+    with torch.profiler.profile(activities=activities) as profile:
+        run()
+        if on_gpu:
+            torch.cuda.synchronize()
+    events = profile.key_averages()
+    kernels = [event for event in events if event.self_device_time_total > 0]
+    launches = sum(event.count for event in events if "LaunchKernel" in event.key)
+    waits = {event.key: event.count for event in events if event.key in WAITS}
+    busy = sum(event.self_device_time_total for event in kernels) / 1e3
+    print(f"profile of {name}: device busy {busy:.2f} ms, {launches} launches, waits {waits}")
+    for title, key, chosen in (
+        ("device", "self_device_time_total", kernels),
+        ("host", "self_cpu_time_total", list(events)),
+    ):
+        print(f"  {title:>8} ms  count")
+        for event in sorted(chosen, key=lambda e: getattr(e, key), reverse=True)[:num_rows]:
+            print(f"  {getattr(event, key) / 1e3:11.3f} {event.count:6}  {event.key[:100]}")
+    print(flush=True)
