@@ -276,4 +276,4 @@ def _dtypes(folder: PublishedFolder, rows: Mapping[str, Sequence[Rows]]) -> dict
 
 
 def _mtp(folder: PublishedFolder) -> int:
-    return int("mtp.fc.weight" in folder.names)
+    return int(any(name.startswith("mtp.") for name in folder.names))

@@ -105,7 +105,10 @@ class PublishedFolder:
                 if stored.dtype not in DTYPES:
                     quantised.append(f"{name} ({stored.dtype})")
         unused = [name for name in self._file_of if name not in expected]
-        unknown = [n for n in unused if not n.startswith(("mtp.", "model.visual.", "visual."))]
+        left_out = ["model.visual.", "visual."]
+        if not any(name.startswith("mtp.") for name in expected):
+            left_out.append("mtp.")
+        unknown = [name for name in unused if not name.startswith(tuple(left_out))]
         problems = [
             f"{kind}: {listing(found)}"
             for kind, found in (
