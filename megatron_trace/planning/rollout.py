@@ -1,7 +1,6 @@
 """A rollout engine: how many sequences fit, and how long a token takes, from a roofline.
 
-A step of decoding reads the dense weights, the experts that the batch's tokens chose, and every
-sequence's cache and states once. It takes the longer of reading and computing, and the exchange
+A step of decoding takes the longer of reading (`decode_bytes`) and computing, and the exchange
 between the engine's GPUs. Launches, sampling and scheduling are not in it.
 """
 
@@ -12,15 +11,9 @@ from dataclasses import dataclass
 
 from megatron_trace.models.architecture import Architecture
 from megatron_trace.models.parameter_counts import parameter_counts
+from megatron_trace.planning.decode_bytes import decode_bytes, sequence_bytes
 from megatron_trace.planning.request import Request
-from megatron_trace.planning.sizes import (
-    BF16_BYTES,
-    dense_bytes,
-    expert_bytes,
-    kv_bytes,
-    rollout_weight_bytes,
-    state_bytes,
-)
+from megatron_trace.planning.sizes import BF16_BYTES, rollout_weight_bytes
 
 
 @dataclass(frozen=True)
@@ -70,14 +63,9 @@ def capacity(request: Request, number_format: str | None, engine_gpus: int) -> i
 
 
 def _sequence_bytes(request: Request, number_format: str | None) -> float:
-    a = request.architecture
-    return request.sequence_tokens * kv_bytes(a, number_format) + state_bytes(a)
-
-
-def read_share_of_experts(architecture: Architecture, batch: int) -> float:
-    """Gives the share of a layer's experts that some token of a batch chose, evenly routed."""
-    miss = 1 - architecture.router_topk / architecture.num_experts
-    return 1 - miss**batch
+    return sequence_bytes(
+        request.architecture, tokens=request.sequence_tokens, kv_format=number_format
+    )
 
 
 def decode_step_s(
@@ -93,10 +81,11 @@ def decode_step_s(
     """
     a, gpu, share = request.architecture, request.hardware, request.efficiency
     context = request.prompt_tokens + request.response_tokens / 2
-    read = dense_bytes(a) + expert_bytes(a, number_format) * read_share_of_experts(a, batch)
-    read += batch * (context * kv_bytes(a, number_format) + 2 * state_bytes(a))
+    read = decode_bytes(
+        a, batch=batch, context=context, expert_format=number_format, kv_format=number_format
+    )
     times = {
-        "memory": read / (engine_gpus * gpu.memory_tb_s * 1e12 * share.memory),
+        "memory": read.total / (engine_gpus * gpu.memory_tb_s * 1e12 * share.memory),
         "compute": batch * token_seconds(request, number_format, context) / engine_gpus,
     }
     bound = max(times, key=lambda name: times[name])

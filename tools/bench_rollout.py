@@ -1,0 +1,488 @@
+"""Measures decoding of a published model with random weights: tokens a second, bytes, memory.
+
+    python tools/bench_rollout.py --layers 4 --json bench_rollout.json        on one GPU, a slice
+    python tools/bench_rollout.py --layers 4 --modes bf16 fp4_kv --batches equal
+    python tools/bench_rollout.py --cpu --reduced --memory-gib 1 --prompt-tokens 128 \\
+        --response-tokens 512 --steps 2                                       tries the tool itself
+
+The project's own engine runs its own steps: scheduling, forward, recording, sampling, bookkeeping.
+Nobody computes the context: keys, values and states are random numbers, requests are moved to a few
+lengths between prompt and end (`--points`), a step is timed at each (median of `--steps`), and the
+time of a response is the trapezoid over its positions. With `--layers`, the step's time in the
+decoder's layers is scaled to all layers; embedding, output layer, sampling and bookkeeping count
+once. Weights and cache of the layers that are left out are allocated too, so that what fits is what
+would fit. Beside each row stands what the bytes alone would take at the bandwidth of a copy
+(`planning/decode_bytes.py`), as the engine holds its weights, and with packed ones.
+"""
+
+# ruff: noqa: E402  The stand-in for the CUDA runtime must be installed before Megatron is imported.
+from __future__ import annotations
+
+from megatron_trace.testing import cpu_runtime
+
+cpu_runtime.install()
+
+import argparse
+import dataclasses
+import gc
+import json
+import math
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_trace.config import TraceConfig
+from megatron_trace.formats import E4M3_MAX, FORMAT_SETS
+from megatron_trace.hints import QuantizerSettings, Site
+from megatron_trace.models.architecture import Architecture
+from megatron_trace.models.local_config import architecture_config
+from megatron_trace.models.presets import PRESETS, preset
+from megatron_trace.planning.decode_bytes import (
+    DecodeBytes,
+    decode_bytes,
+    read_share_of_experts,
+    sequence_bytes,
+)
+from megatron_trace.planning.hardware import GIB
+from megatron_trace.planning.sizes import HintChoice, dense_bytes, expert_bytes, hint_bytes
+from megatron_trace.rollout.policy import ServedPolicy
+from megatron_trace.rollout.serving import EngineLimits, Server
+from megatron_trace.rollout.weights import quantise_experts
+from megatron_trace.testing.long_decode import KV_GLOBAL_SCALE, LongDecode
+from megatron_trace.testing.single_process import single_process
+
+FORMAT = "nvfp4"
+MODES: dict[str, dict[str, Any]] = {
+    "bf16": {"method": "bf16"},
+    "fp4": {"quantised_parts": "experts"},
+    "fp4_kv": {"quantised_parts": "experts_and_kv"},
+}
+RECORDINGS: dict[str, dict[str, Any]] = {
+    "off": {},
+    "latter_half": {"hint_layers": "latter_half"},
+    "all": {"hint_layers": "all"},
+    "full": {"hint_layers": "all", "diagnostic_share": 1.0},
+}
+# Of each logit: BF16 and FP32 of it, log-probabilities, and what drawing a token takes in FP64.
+SAMPLING_BYTES = 32
+# The runtime, libraries, activations, what fragmentation wastes.
+RESERVE_BYTES = 3 * GIB
+STEP_TOKENS = 8192
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is measured at once.
+
+    Attributes:
+        mode: Of `MODES`.
+        recording: Of `RECORDINGS`.
+        batch_name: `equal`, `largest`, or a number.
+    """
+
+    mode: str
+    recording: str
+    batch_name: str
+
+    @property
+    def trace(self) -> dict[str, Any]:
+        """Settings of TRACE that the engine is built with."""
+        return MODES[self.mode] | RECORDINGS[self.recording]
+
+    @property
+    def kv_format(self) -> str | None:
+        """Formats of the KV cache."""
+        return FORMAT if self.mode == "fp4_kv" else None
+
+    @property
+    def hints(self) -> HintChoice | None:
+        """What is recorded beside the cache, which holds codes of keys and values anyway."""
+        if self.recording == "off":
+            return None
+        layers = "latter_half" if self.recording == "latter_half" else "all"
+        return HintChoice(("fc1",), layers, 4 if self.recording == "full" else 1)
+
+
+class Bench:
+    """Measures cases one after another on one device.
+
+    Args:
+        options: The command line.
+
+    Attributes:
+        whole: The model.
+        slice: Its layers that are built.
+        device_bytes: Memory that an engine may take.
+        rows: What was measured.
+        facts: Machine, versions, sizes.
+    """
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        whole = preset(options.preset)
+        if options.reduced:
+            whole = dataclasses.replace(whole.reduced(), num_layers=2 * whole.attention_interval)
+        self.whole = whole
+        self.slice = dataclasses.replace(whole, num_layers=options.layers or whole.num_layers)
+        if not self.slice.num_layers <= whole.num_layers:
+            raise ValueError(f"--layers {options.layers}, but {whole.name} has {whole.num_layers}")
+        free, total = torch.cuda.mem_get_info()
+        asked = options.memory_gib
+        self.device_bytes = int(asked * GIB) if asked else free
+        self.sequence_tokens = options.prompt_tokens + options.response_tokens
+        self.copy_tb_s = copy_bandwidth(1 << (20 if options.cpu else 31))
+        self.rows: list[dict[str, Any]] = []
+        self.facts = {
+            "machine": torch.cuda.get_device_name(),
+            "memory_GiB": total / GIB,
+            "usable_GiB": self.device_bytes / GIB,
+            "copy_TBps": self.copy_tb_s,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "commit": _commit(),
+            "model": whole.name + (", reduced" if options.reduced else ""),
+            "layers": whole.num_layers,
+            "layers_measured": self.slice.num_layers,
+            "prompt_tokens": options.prompt_tokens,
+            "response_tokens": options.response_tokens,
+            "check_finite": options.check_finite,
+        }
+
+    def run(self) -> None:
+        """Measures all cases; one that fails is told and the next one goes on."""
+        for trace, cases in self._by_policy():
+            started = time.perf_counter()
+            policy = self.policy(trace)
+            torch.cuda.synchronize()
+            print(f"built {trace} in {time.perf_counter() - started:.1f} s", flush=True)
+            for case in cases:
+                try:
+                    self.rows.append(self.measured(policy, case))
+                    print(json.dumps(self.rows[-1]), flush=True)
+                except torch.OutOfMemoryError as error:
+                    self.rows.append(dataclasses.asdict(case) | {"error": str(error)[:200]})
+                    print(f"{case}: {error}", flush=True)
+                self.save()
+                _collect()
+            del policy
+            _collect()
+
+    def _by_policy(self) -> Iterator[tuple[dict[str, Any], list[Case]]]:
+        """Gives the cases that one built model serves: recording off goes with the first other."""
+        o = self.options
+        for mode in o.modes:
+            recordings = ["off"] if mode == "bf16" else list(o.recording)
+            on = [recording for recording in recordings if recording != "off"] or ["off"]
+            for recording in on:
+                served = [recording]
+                if recording == on[0] and "off" in recordings and recording != "off":
+                    served.insert(0, "off")
+                cases = [Case(mode, r, name) for r in served for name in o.batches]
+                yield Case(mode, recording, "").trace, cases
+
+    def policy(self, trace: dict[str, Any]) -> ServedPolicy:
+        """Builds the model with random weights, quantised as a push does."""
+        a = self.slice
+        policy = ServedPolicy(
+            architecture_config(a, use_cpu_initialization=False),
+            pattern=a.pattern(),
+            vocab_size=a.vocab_size,
+            max_sequence_length=self.sequence_tokens,
+            trace=TraceConfig(**trace, check_finite=self.options.check_finite),
+            keep_packed_weights=False,
+            model_id=a.name,
+            rotary_percent=a.rope_share,
+            rotary_base=a.rope_base,
+        )
+        if policy.quantised:
+            policy.use_settings(_settings(policy))
+            quantise_experts(
+                policy.layers,
+                number_format=FORMAT_SETS[FORMAT].weights,
+                power_of_two_scales=False,
+                implementation="auto",
+            )
+        return policy
+
+    def measured(self, policy: ServedPolicy, case: Case) -> dict[str, Any]:
+        """Gives the row of a case; if the largest batch does not fit, of one that does."""
+        expected = self.batch(case)
+        batch = expected
+        while True:
+            try:
+                row = self._measured(policy, case, batch)
+                return row | {"batch_by_accounting": expected}
+            except torch.OutOfMemoryError:
+                if case.batch_name != "largest" or batch == 1:
+                    raise
+                print(f"{case}: {batch} do not fit", flush=True)
+                batch = max(1, min(batch - 1, math.floor(batch * 0.97)))
+            _collect()
+
+    def _measured(self, policy: ServedPolicy, case: Case, batch: int) -> dict[str, Any]:
+        torch.cuda.reset_peak_memory_stats()
+        ballast = torch.empty(
+            self._missing_bytes(case, batch), dtype=torch.uint8, device=torch.cuda.current_device()
+        )
+        server = Server(
+            policy.model,
+            policy.sites,
+            packed=policy.trace.quantises_kv,
+            # No token of the vocabulary ends a response.
+            eod_token=self.whole.vocab_size,
+            limits=EngineLimits(
+                self.sequence_tokens,
+                max_requests=batch,
+                block_size_tokens=self.options.page_tokens,
+                max_step_tokens=max(STEP_TOKENS, batch),
+            ),
+        )
+        points = self._points()
+        keep = case.recording != "off"
+        with LongDecode(server, batch, keep=keep).running() as decode:
+            steps = {
+                tokens: decode.times(tokens, warm_up=self.options.warm_up, steps=self.options.steps)
+                for tokens in points
+            }
+            distinct = decode.distinct_experts()
+        peak = torch.cuda.max_memory_allocated()
+        del ballast, decode, server
+        scale = self.whole.num_layers / self.slice.num_layers
+        whole_ms = {
+            tokens: step.step_ms + (scale - 1) * step.decoder_ms for tokens, step in steps.items()
+        }
+        mean_ms = _mean(whole_ms)
+        floors = {
+            "held": self._bytes(case, batch, points, expert_format=None),
+            "packed": self._bytes(
+                case, batch, points, expert_format=None if case.mode == "bf16" else FORMAT
+            ),
+        }
+        row: dict[str, Any] = dataclasses.asdict(case) | {
+            "batch": batch,
+            "step_ms": {tokens: step.step_ms for tokens, step in steps.items()},
+            "decoder_ms": {tokens: step.decoder_ms for tokens, step in steps.items()},
+            "whole_ms": whole_ms,
+            "mean_ms": mean_ms,
+            "tokens_per_s": 1000 * batch / mean_ms,
+            "distinct_experts": distinct,
+            "distinct_experts_expected": self.whole.num_experts
+            * read_share_of_experts(self.whole, batch),
+            "peak_GiB": peak / GIB,
+            "accounted_GiB": self.accounted_bytes(case, batch) / GIB,
+        }
+        for name, moved in floors.items():
+            floor_ms = moved.total / self.copy_tb_s / 1e9
+            row[f"bytes_per_token_{name}"] = moved.total / batch
+            row[f"floor_ms_{name}"] = floor_ms
+            row[f"floor_tokens_per_s_{name}"] = 1000 * batch / floor_ms
+            row[f"bytes_{name}"] = dataclasses.asdict(moved)
+        return row
+
+    def batch(self, case: Case) -> int:
+        """Gives the batch of a case: `equal` is the largest of a BF16 engine without recording."""
+        if case.batch_name == "equal":
+            return self.batch(Case("bf16", "off", "largest"))
+        if case.batch_name != "largest":
+            return int(case.batch_name)
+        room = self.device_bytes - self.accounted_bytes(case, 0)
+        of_sequence = self.accounted_bytes(case, 1) - self.accounted_bytes(case, 0)
+        batch = math.floor(room / of_sequence)
+        if batch < 1:
+            raise SystemExit(f"{case}: not one sequence fits {self.device_bytes / GIB:.0f} GiB")
+        return batch
+
+    def accounted_bytes(self, case: Case, batch: int) -> float:
+        """Gives the memory that an engine of the whole model takes, by accounting."""
+        weights = dense_bytes(self.whole) + expert_bytes(self.whole, None)
+        sampling = SAMPLING_BYTES * self.whole.vocab_size
+        return weights + RESERVE_BYTES + batch * (sampling + self._sequence_bytes(self.whole, case))
+
+    def _sequence_bytes(self, architecture: Architecture, case: Case) -> float:
+        return sequence_bytes(
+            architecture,
+            tokens=self.sequence_tokens,
+            kv_format=case.kv_format,
+            hint_bytes=hint_bytes(architecture, case.hints) if case.hints else 0,
+        )
+
+    def _missing_bytes(self, case: Case, batch: int) -> int:
+        """Gives what the layers that are left out would take."""
+        whole, part = (
+            dense_bytes(a) + expert_bytes(a, None) + batch * self._sequence_bytes(a, case)
+            for a in (self.whole, self.slice)
+        )
+        return math.ceil(whole - part)
+
+    def _bytes(
+        self, case: Case, batch: int, points: Sequence[int], *, expert_format: str | None
+    ) -> DecodeBytes:
+        """Gives the bytes of a step of the whole model, on average over the response."""
+        return decode_bytes(
+            self.whole,
+            batch=batch,
+            context=(points[0] + points[-1]) / 2,
+            expert_format=expert_format,
+            kv_format=case.kv_format,
+            hint_bytes=hint_bytes(self.whole, case.hints) if case.hints else 0,
+        )
+
+    def _points(self) -> list[int]:
+        """Gives the lengths at which steps are timed, from the prompt to the last token."""
+        o = self.options
+        last = self.sequence_tokens - 2 * o.page_tokens
+        count = o.points - 1
+        return [
+            o.prompt_tokens + (last - o.prompt_tokens) * index // count for index in range(o.points)
+        ]
+
+    def save(self) -> None:
+        """Writes what there is."""
+        if self.options.json:
+            numbers = {"facts": self.facts, "rows": self.rows}
+            self.options.json.write_text(json.dumps(numbers, indent=1) + "\n")
+
+
+def _mean(by_length: dict[int, float]) -> float:
+    """Gives the mean over the positions, by the trapezoid rule."""
+    lengths, values = list(by_length), list(by_length.values())
+    area = sum(
+        (lengths[i + 1] - lengths[i]) * (values[i] + values[i + 1]) / 2
+        for i in range(len(lengths) - 1)
+    )
+    return area / (lengths[-1] - lengths[0])
+
+
+def _settings(policy: ServedPolicy) -> QuantizerSettings:
+    """Gives static scales for activations of about 1, as random weights give them."""
+    trace, scales = policy.trace, {}
+    largest = 6.0 * E4M3_MAX
+    for layer in policy.layers:
+        if layer.moe is not None:
+            scales[layer.index, Site.FC1], scales[layer.index, Site.FC2] = 8 / largest, 8 / largest
+        if layer.attention is not None:
+            scales[layer.index, Site.K] = scales[layer.index, Site.V] = KV_GLOBAL_SCALE
+    return QuantizerSettings(
+        {place: scale for place, scale in scales.items() if place[1] in trace.quantised_sites},
+        number_format=trace.number_format,
+        quantised_parts=trace.quantised_parts,
+        power_of_two_scales=trace.power_of_two_scales,
+        model_id=policy.model_id,
+        residual_share=trace.residual_share,
+    )
+
+
+def copy_bandwidth(num_bytes: int) -> float:
+    """Gives bytes read and written by a large copy, in TB/s."""
+    source = torch.ones(num_bytes, dtype=torch.uint8, device=torch.cuda.current_device())
+    target = torch.empty_like(source)
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    times = []
+    for _ in range(6):
+        begin.record()
+        target.copy_(source)
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end))
+    return 2 * num_bytes / statistics.median(times[1:]) / 1e9
+
+
+def _collect() -> None:
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def _commit() -> str:
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+
+
+COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
+    "mode": lambda row: row["mode"],
+    "recording": lambda row: row["recording"],
+    "batch": lambda row: str(row["batch"]),
+    "tokens/s": lambda row: f"{row['tokens_per_s']:.0f}",
+    "ms a step, by context": lambda row: " ".join(f"{ms:.1f}" for ms in row["whole_ms"].values()),
+    "of it measured": lambda row: " ".join(f"{ms:.1f}" for ms in row["step_ms"].values()),
+    "bytes/token, MB": lambda row: f"{row['bytes_per_token_held'] / 1e6:.0f}",
+    "bytes alone, tokens/s": lambda row: f"{row['floor_tokens_per_s_held']:.0f}",
+    "packed": lambda row: f"{row['floor_tokens_per_s_packed']:.0f}",
+    "experts read": lambda row: (
+        f"{row['distinct_experts']:.0f} ({row['distinct_experts_expected']:.0f})"
+    ),
+    "GiB (accounted)": lambda row: f"{row['peak_GiB']:.1f} ({row['accounted_GiB']:.1f})",
+}
+
+
+def table(rows: Sequence[dict[str, Any]], *, markdown: bool) -> str:
+    """Gives the rows as text."""
+    cells = [list(COLUMNS)]
+    for row in rows:
+        if "error" in row:
+            texts = [row["mode"], row["recording"], row["batch_name"], "did not fit"]
+            cells.append(texts + [""] * (len(COLUMNS) - len(texts)))
+        else:
+            cells.append([text(row) for text in COLUMNS.values()])
+    if markdown:
+        lines = ["| " + " | ".join(line) + " |" for line in cells]
+        return "\n".join([lines[0], "|" + "---|" * len(COLUMNS), *lines[1:]])
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return "\n".join(
+        "  ".join(text.rjust(width) for text, width in zip(line, widths, strict=True))
+        for line in cells
+    )
+
+
+def parsed(arguments: list[str] | None) -> argparse.Namespace:
+    """Gives the flags of the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--preset", default="Qwen3.5-35B-A3B", help=", ".join(PRESETS))
+    parser.add_argument("--reduced", action="store_true", help="small widths, for a CPU")
+    parser.add_argument("--layers", type=int, help="decoder layers that are built; default all")
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
+    parser.add_argument("--recording", nargs="+", choices=RECORDINGS, default=list(RECORDINGS))
+    parser.add_argument(
+        "--batches", nargs="+", default=["equal", "largest"], help="equal, largest, or numbers"
+    )
+    parser.add_argument("--prompt-tokens", type=int, default=8 << 10)
+    parser.add_argument("--response-tokens", type=int, default=128 << 10)
+    parser.add_argument("--points", type=int, default=3, help="lengths that are timed, default 3")
+    parser.add_argument("--steps", type=int, default=5, help="timed at each length, default 5")
+    parser.add_argument("--warm-up", type=int, default=2, help="steps before, default 2")
+    parser.add_argument("--page-tokens", type=int, default=64)
+    parser.add_argument("--memory-gib", type=float, help="that an engine may take; default: free")
+    parser.add_argument("--check-finite", action="store_true", help="as a training run's engine")
+    parser.add_argument("--cpu", action="store_true", help="try the tool without a GPU")
+    parser.add_argument("--json", type=Path, help="file that gets the numbers")
+    parser.add_argument("--markdown", type=Path, help="file that gets the table")
+    options = parser.parse_args(arguments)
+    if options.points < 2:
+        parser.error("--points must be at least 2: the prompt's end and the response's")
+    if not options.cpu and not torch.cuda.is_available():
+        parser.error("no CUDA device is visible; --cpu tries the tool")
+    return options
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Measures and prints."""
+    options = parsed(arguments)
+    with single_process(seed=0):
+        bench = Bench(options)
+        print(json.dumps(bench.facts), flush=True)
+        bench.run()
+    print(table(bench.rows, markdown=False))
+    if options.markdown:
+        options.markdown.write_text(table(bench.rows, markdown=True) + "\n")
+
+
+if __name__ == "__main__":
+    main()
