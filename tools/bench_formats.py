@@ -36,7 +36,6 @@ from megatron_trace.formats import (
     kernels,
     kernels_bf16,
     kernels_fused,
-    kernels_mxfp4,
 )
 from megatron_trace.formats.kernels import Launch
 from megatron_trace.testing.hard_inputs import MIDPOINTS, hard_inputs
@@ -274,10 +273,7 @@ def _measure_dtype(dtype: torch.dtype, megabytes: int, sweep: bool) -> dict:
                 rates[key] = rate(bytes_per_value, lambda c=call, la=launch: c(launch=la))
         results[name] = {"TB/s": rates.pop("chosen"), "sweep": rates}
     if dtype == torch.bfloat16:
-        for name, bytes_per_value, call in (
-            *_fused_calls(rotating, scale),
-            *_mxfp4_calls(rotating),
-        ):
+        for name, bytes_per_value, call in (*_fused_calls(rotating, scale),):
             results[name] = {"TB/s": rate(bytes_per_value, call)}
     # Clocks drift: the copy before and after brackets what lies between.
     results["copy"]["TB/s after"] = rate(2 * size, copy)
@@ -361,23 +357,6 @@ def _fused_calls(
     yield "swiglu rtn, apart", 3, lambda: kernels.rtn(fused.swiglu(next(rotating)), scale)
 
 
-def _mxfp4_calls(rotating: Iterator[torch.Tensor]) -> Iterator[tuple[str, float, Callable]]:
-    """Gives names, bytes usefully moved per value, and calls, for BF16."""
-    yield "MXFP4 rtn", 4, lambda: kernels_mxfp4.rtn(next(rotating))
-    for bits in (1, 4):
-        _, *hint = kernels_mxfp4.rtn_record(next(rotating), num_bits=bits)
-        moved = 4 + bits / 8 + 1 / 32
-
-        def record(bits: int = bits) -> object:
-            return kernels_mxfp4.rtn_record(next(rotating), num_bits=bits)
-
-        def guide(bits: int = bits, hint: list[torch.Tensor] = hint) -> object:
-            return kernels_mxfp4.guided(next(rotating), *hint, num_bits=bits)
-
-        yield f"MXFP4 rtn_record, {bits} bit", moved, record
-        yield f"MXFP4 guided, {bits} bit", moved, guide
-
-
 def _modelopt_call(rotating: Iterator[torch.Tensor], scale: torch.Tensor) -> Callable | None:
     try:
         from modelopt.torch.kernels.quantization.gemm.fp4_kernel_hopper import fp4_fake_quant_block
@@ -402,11 +381,12 @@ def measure_small(small_launches: list[Launch]) -> dict[str, dict[str, float]]:
             for launch in small_launches:
                 key = f"{name} {launch.tiles}t{launch.num_warps}w"
                 calls[key] = functools.partial(call, launch=launch)
-        results[str(tokens)] = {name: _replayed_us(call) for name, call in calls.items()}
+        results[str(tokens)] = {name: replayed_us(call) for name, call in calls.items()}
     return results
 
 
-def _replayed_us(call: Callable[[], object], calls: int = 100, replays: int = 21) -> float:
+def replayed_us(call: Callable[[], object], calls: int = 100, replays: int = 21) -> float:
+    """Gives microseconds of one call: the median of replays of a CUDA graph of many."""
     call()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -1,7 +1,5 @@
 """Checks and times the kernels of the packed K/V cache on one GPU.
 
-usage: bench_kv.py [--out bench_kv.json] [--quick]
-
 Correctness: attention against FP64 over the cache's exact values, append against the specification.
 Speed: decode over FP4 working sets of 1 GB and more against copying, against the best BF16 kernels
 at hand (contiguous keys and values, which is kinder to them than pages), and against kernels that
@@ -290,7 +288,9 @@ def time_append() -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, default=Path("bench_kv.json"))
     parser.add_argument("--quick", action="store_true", help="neither Triton nor small cases")
     arguments = parser.parse_args()

@@ -1,7 +1,8 @@
-"""Compares the kernels of 4over6, MXFP8 and scales of rows with their references; measures them.
+"""Compares kernels of 4over6, MXFP4, MXFP8 and scales of rows with their references; times them.
 
 Random values of several distributions, with the references on the same GPU; then the bandwidth of
-each kernel beside a device copy. Ends with an error when one byte differs.
+each kernel beside a device copy, and microseconds for few tokens under replay of a CUDA graph.
+Ends with an error when one byte differs.
 
     python tools/bench_other_formats.py --values 12000000 --megabytes 512
 """
@@ -13,13 +14,16 @@ import itertools
 from collections.abc import Callable, Iterator
 
 import torch
+from bench_formats import SMALL_COLUMNS, SMALL_TOKENS, replayed_us
 from triton.testing import do_bench
 
 from megatron_trace.formats import (
     four_over_six,
     kernels,
     kernels_four_over_six,
+    kernels_mxfp4,
     kernels_mxfp8,
+    mxfp4,
     mxfp8,
     reference,
 )
@@ -27,10 +31,11 @@ from megatron_trace.testing.assertions import assert_same_bytes
 
 COLUMNS = 4096
 ROWS = 512
-BITS = {"rows": (1, 2, 4), "4over6": (1, 2, 4), "MXFP8": (1, 2, 8)}
+BITS = {"rows": (1, 2, 4), "4over6": (1, 2, 4), "MXFP4": (1, 2, 4), "MXFP8": (1, 2, 8)}
 MODULES = {
     "rows": (reference, kernels),
     "4over6": (four_over_six, kernels_four_over_six),
+    "MXFP4": (mxfp4, kernels_mxfp4),
     "MXFP8": (mxfp8, kernels_mxfp8),
 }
 
@@ -47,6 +52,7 @@ def main() -> None:
         print(f"{name}: {compare(name, arguments.values)} random values, equal bytes")
     if arguments.megabytes:
         measure(arguments.megabytes)
+        measure_small()
 
 
 def compare(name: str, num_values: int) -> int:
@@ -83,7 +89,7 @@ def _check(got: torch.Tensor, expected: torch.Tensor, what: str) -> None:
 
 def _scale(name: str, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Gives the global scale as arguments: of rows, of the tensor for every other, or none."""
-    if name == "MXFP8":
+    if name.startswith("MX"):
         return ()
     scales = (torch.rand(x.shape[0], 1, device="cuda") * 10 - 8).exp()
     return (scales,) if name == "rows" or torch.rand(()) < 0.5 else (scales[0, 0],)
@@ -127,6 +133,15 @@ def measure(megabytes: int) -> None:
         print(f"{name:28} {found:.3f} TB/s {found / copy:.3f} of copy")
 
 
+def measure_small() -> None:
+    """Prints microseconds per call for few tokens of BF16."""
+    for tokens in SMALL_TOKENS:
+        x = torch.randn(tokens, SMALL_COLUMNS, device="cuda").bfloat16()
+        calls = _calls(itertools.repeat(x), tokens)
+        times = ", ".join(f"{name} {replayed_us(call):.2f}" for name, _, call in calls)
+        print(f"{tokens} x {SMALL_COLUMNS}, us: {times}")
+
+
 def _calls(
     rotating: Iterator[torch.Tensor], rows: int
 ) -> Iterator[tuple[str, float, Callable[[], object]]]:
@@ -136,6 +151,7 @@ def _calls(
         ("NVFP4", "rows", (one,), 16),
         ("NVFP4 rows", "rows", (each,), 16),
         ("4over6", "4over6", (one,), 16),
+        ("MXFP4", "MXFP4", (), 32),
         ("MXFP8", "MXFP8", (), 32),
     ):
         module = MODULES[name][1]
