@@ -13,7 +13,7 @@ import torch
 
 from megatron_trace.formats import NVFP4, unpack_codes
 from megatron_trace.rollout.kernels import reference
-from megatron_trace.rollout.pages import PackedPages, PageLayout
+from megatron_trace.rollout.pages import PackedPages, PageLayout, Pages
 from megatron_trace.testing.assertions import assert_same_bytes
 
 # Head dim, tokens of a page, key/value heads, query heads of each, tokens of the requests.
@@ -142,6 +142,35 @@ def random_cache(
         torch.tensor(lengths, dtype=torch.int32, device=device),
         starts.to(device),
         query,
+    )
+
+
+def plain_cache(cache: PackedCache) -> tuple[Pages, Pages]:
+    """Gives plain pages of the same keys and values, BF16; NaN where no token was written."""
+    longest, page = int(cache.lengths.max()), cache.keys.page_tokens
+    every = []
+    for packed in (cache.keys, cache.values):
+        values = packed.read(cache.block_table, cache.lengths, longest)
+        shape = (len(packed.stored), page, *values.shape[2:])
+        stored = torch.full(shape, torch.nan, dtype=values.dtype, device=values.device)
+        for row, length in enumerate(cache.lengths.tolist()):
+            position = torch.arange(length, device=values.device)
+            pages = cache.block_table[row, position // page].long()
+            stored[pages, position % page] = values[row, :length]
+        every.append(Pages(stored))
+    return every[0], every[1]
+
+
+def exact_plain_attention(cache: PackedCache, keys: Pages, values: Pages) -> torch.Tensor:
+    """Gives attention in FP64 over plain pages of a cache, [T, N, D]."""
+    return reference.paged_attention(
+        cache.query.double(),
+        Pages(keys.stored.double()),
+        Pages(values.stored.double()),
+        cache.cu_query_lengths,
+        cache.lengths,
+        cache.block_table,
+        cache.scale,
     )
 
 

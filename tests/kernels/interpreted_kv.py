@@ -1,17 +1,20 @@
 """Runs append and attention interpreted; a program, because Triton decides at import."""
 
+import dataclasses
 import sys
 
 import torch
 import triton.runtime.interpreter as interpreter
 
 from megatron_trace.formats import NVFP4
-from megatron_trace.rollout.kernels import append, attention
-from megatron_trace.rollout.pages import PageLayout
+from megatron_trace.rollout.kernels import append, attention, plain_attention
+from megatron_trace.rollout.pages import PageLayout, Pages
 from megatron_trace.testing.hard_inputs import hard_inputs
 from megatron_trace.testing.paged_kv import (
     assert_append_equals_reference,
     exact_attention,
+    exact_plain_attention,
+    plain_cache,
     random_cache,
     relative_error,
 )
@@ -60,6 +63,22 @@ def main() -> None:
         )
         error = relative_error(got, exact_attention(cache))
         assert error < TOLERANCE, f"head dim {head_dim}, {splits} splits: {error}"
+        num_checked += 1
+    for head_dim, page, heads, ratio, lengths, splits in (
+        (64, 8, 2, 4, [33, 0, 1], 3),
+        (32, 64, 1, 1, [70], 1),
+    ):
+        cache = random_cache(
+            PageLayout(NVFP4, head_dim, page), lengths, num_heads=heads, ratio=ratio
+        )
+        # The interpreter multiplies BF16 as whole numbers.
+        cache = dataclasses.replace(cache, query=cache.query.half())
+        keys, values = (Pages(pages.stored.half()) for pages in plain_cache(cache))
+        got = plain_attention.paged_attention(
+            cache.query, keys, values, *cache.arguments[3:], num_splits=splits
+        )
+        error = relative_error(got, exact_plain_attention(cache, keys, values))
+        assert error < TOLERANCE, f"plain pages, head dim {head_dim}, {splits} splits: {error}"
         num_checked += 1
     sys.stdout.write(f"{num_checked} inputs")
 

@@ -18,6 +18,8 @@ from megatron_trace.testing.paged_kv import (
     DECODE_CASES,
     assert_append_equals_reference,
     exact_attention,
+    exact_plain_attention,
+    plain_cache,
     random_cache,
     relative_error,
 )
@@ -28,7 +30,7 @@ TOLERANCE = 2.5e-3
 
 
 def test_interpreted_kernels_equal_the_reference(run_program) -> None:
-    assert run_program("interpreted_kv.py", interpret=True) == f"{len(NAMES) + 4} inputs"
+    assert run_program("interpreted_kv.py", interpret=True) == f"{len(NAMES) + 6} inputs"
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
@@ -98,6 +100,26 @@ def test_decode_is_exact_attention(implementation, head_dim, page, heads, ratio,
     assert not got[len(lengths) :].any(), "rows of no request must be zero"
     again = ops.paged_attention(*cache.arguments, max_new_tokens=1, implementation=implementation)
     assert torch.equal(got, again)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("head_dim", "page", "heads", "ratio", "lengths"), DECODE_CASES)
+def test_decode_over_plain_pages_is_exact_attention(head_dim, page, heads, ratio, lengths) -> None:
+    cache = random_cache(
+        PageLayout(NVFP4, head_dim, page),
+        lengths,
+        num_heads=heads,
+        ratio=ratio,
+        device="cuda",
+        padding_rows=2,
+    )
+    keys, values = plain_cache(cache)
+    arguments = cache.query, keys, values, *cache.arguments[3:]
+    got = ops.paged_attention(*arguments, max_new_tokens=1, implementation="triton")
+    assert relative_error(got, exact_plain_attention(cache, keys, values)) < TOLERANCE
+    assert not got[len(lengths) :].any(), "rows of no request must be zero"
+    again = ops.paged_attention(*arguments, max_new_tokens=1)
+    assert torch.equal(got, again), "the choice of auto, and equal bits"
 
 
 @pytest.mark.gpu

@@ -13,7 +13,7 @@ from megatron_trace.config import KVKernels
 from megatron_trace.formats import NVFP4
 from megatron_trace.rollout.kernels import reference
 from megatron_trace.rollout.kernels.reference import Record
-from megatron_trace.rollout.pages import AnyPages, PackedPages
+from megatron_trace.rollout.pages import AnyPages, PackedPages, Pages
 
 
 def append(
@@ -83,7 +83,8 @@ def paged_attention(
         scale: Factor of the logits.
         max_new_tokens: No request has more new tokens.
         implementation: `torch`; `triton`; `cuda` (requests of one new token in CUDA C++, others
-            in Triton); or `auto` (the last of these that can run, torch for plain pages).
+            in Triton); or `auto` (the last of these that can run). Plain pages are read by Triton
+            where every request has one new token, otherwise by torch.
 
     Returns:
         [T, N, D]; 0 in padding rows.
@@ -91,13 +92,19 @@ def paged_attention(
     Raises:
         ValueError: The implementation cannot run on these pages; says why.
     """
-    chosen = _attention_implementation(implementation, query, keys)
+    chosen = _attention_implementation(implementation, query, keys, max_new_tokens)
     if chosen == "torch":
         return reference.paged_attention(
             query, keys, values, cu_query_lengths, lengths, block_table, scale
         )
-    assert isinstance(keys, PackedPages), "kernels read packed pages"
-    assert isinstance(values, PackedPages), "keys and values are packed alike"
+    if isinstance(keys, Pages) and isinstance(values, Pages):
+        from megatron_trace.rollout.kernels import plain_attention
+
+        return plain_attention.paged_attention(
+            query, keys, values, cu_query_lengths, lengths, block_table, scale
+        )
+    assert isinstance(keys, PackedPages), "keys and values are stored alike"
+    assert isinstance(values, PackedPages), "keys and values are stored alike"
     from megatron_trace.rollout.kernels import attention, cuda
 
     def by_triton(lengths: torch.Tensor) -> torch.Tensor:
@@ -117,14 +124,14 @@ def paged_attention(
     return by_triton(lengths.masked_fill(decodes, 0)) + by_cuda(lengths.masked_fill(~decodes, 0))
 
 
-def _attention_implementation(name: KVKernels, query: torch.Tensor, keys: AnyPages) -> KVKernels:
+def _attention_implementation(
+    name: KVKernels, query: torch.Tensor, keys: AnyPages, max_new_tokens: int = 1
+) -> KVKernels:
     _require_known(name)
     if name == "torch":
         return name
     if not isinstance(keys, PackedPages):
-        if name == "auto":
-            return "torch"
-        raise ValueError(f"implementation {name} reads packed pages only; use torch or auto")
+        return _implementation_of_plain(name, query, keys, max_new_tokens)
     layout = keys.layout
     if name == "auto" and (
         not query.is_cuda
@@ -142,6 +149,26 @@ def _attention_implementation(name: KVKernels, query: torch.Tensor, keys: AnyPag
     if name == "auto":
         return "triton"
     raise ValueError(f"implementation cuda cannot run: {reason}; use triton or auto")
+
+
+def _implementation_of_plain(
+    name: KVKernels, query: torch.Tensor, keys: Pages, max_new_tokens: int
+) -> KVKernels:
+    reason = "it reads packed pages only" if name == "cuda" else None
+    if max_new_tokens != 1:
+        reason = reason or f"a request has {max_new_tokens} new tokens, and plain pages take one"
+    elif reason is None and query.is_cuda:
+        # Only here: Triton looks for a GPU driver when it is imported.
+        from megatron_trace.rollout.kernels import plain_attention
+
+        reason = plain_attention.why_not(keys, query)
+    elif reason is None:
+        reason = f"it needs a GPU, and the query lies on {query.device}"
+    if reason is None:
+        return "triton"
+    if name == "auto":
+        return "torch"
+    raise ValueError(f"implementation {name} cannot run: {reason}; use torch or auto")
 
 
 def _require_known(name: str) -> None:

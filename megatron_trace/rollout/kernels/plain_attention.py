@@ -1,0 +1,206 @@
+"""Decode attention over plain pages in Triton, without waiting for the GPU: a new token each.
+
+Legend: T tokens of a step, N query heads, G key/value heads, H query heads of each, D head dim,
+R requests, P pages, S tokens of a page.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from megatron_trace.formats.kernels import INTERPRETED
+from megatron_trace.rollout.pages import Pages
+
+_LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
+_LOWEST: tl.constexpr = tl.constexpr(-1.0e30)
+_TOKENS = 32
+_WARPS = 4
+_STAGES = 3
+_TILES_OF_SPLIT = 4
+# Blocks of a launch: some for every multiprocessor, so that none is left alone at the end.
+_PROGRAMS = 1056
+
+
+def why_not(keys: Pages, query: torch.Tensor) -> str | None:
+    """Says why `paged_attention` cannot run; None if it can.
+
+    Args:
+        keys: Pages that would be read.
+        query: [T, N, D].
+    """
+    if not (query.is_cuda or INTERPRETED):
+        return f"it needs a GPU, and the query lies on {query.device}"
+    head_dim = query.shape[-1]
+    if head_dim < 16 or head_dim & (head_dim - 1):
+        return f"head_dim must be a power of two from 16; got {head_dim}"
+    if keys.stored.dtype not in (torch.bfloat16, torch.float16):
+        return f"it reads BF16 and FP16; got {keys.stored.dtype}"
+    return None
+
+
+def paged_attention(
+    query: torch.Tensor,
+    keys: Pages,
+    values: Pages,
+    cu_query_lengths: torch.Tensor,
+    lengths: torch.Tensor,
+    block_table: torch.Tensor,
+    scale: float,
+    *,
+    num_splits: int | None = None,
+) -> torch.Tensor:
+    """Gives `reference.paged_attention` of one new token a request.
+
+    Args:
+        query: [T, N, D], the new token of one request after that of another.
+        keys: Pages of keys; the new tokens are in them already.
+        values: Pages of values.
+        cu_query_lengths: int32 [R + 1], where each request's row is.
+        lengths: int32 [R], tokens of each request so far, the new one included; 0 is padding.
+        block_table: int32 [R, >= P], pages of each request.
+        scale: Factor of the logits.
+        num_splits: Parts into which a context is cut; None chooses.
+
+    Returns:
+        [T, N, D]; 0 in padding rows.
+
+    Raises:
+        ValueError: It cannot run on these; says why.
+    """
+    reason = why_not(keys, query)
+    if reason is not None:
+        raise ValueError(f"implementation triton cannot read these plain pages: {reason}")
+    output = torch.zeros_like(query, memory_format=torch.contiguous_format)
+    num_requests, head_dim = len(lengths), query.shape[-1]
+    if num_requests == 0:
+        return output
+    heads = keys.stored.shape[2]
+    ratio = query.shape[1] // heads
+    rows = max(16, triton.next_power_of_2(ratio))
+    if num_splits is None:
+        longest = block_table.shape[1] * keys.page_tokens
+        num_splits = min(
+            triton.cdiv(longest, _TILES_OF_SPLIT * _TOKENS),
+            max(1, _PROGRAMS // (num_requests * heads)),
+        )
+    grid = (num_requests * heads, num_splits)
+    parts = query.new_empty((*grid, rows, head_dim), dtype=torch.float32)
+    sums = query.new_empty((*grid, rows, 2), dtype=torch.float32)
+    shape = {"H": ratio, "G": heads, "D": head_dim, "ROWS": rows, "SPLITS": num_splits}
+    with torch.cuda.device_of(query):
+        _attention_kernel[grid](
+            query.contiguous(),
+            keys.stored,
+            values.stored,
+            block_table,
+            cu_query_lengths,
+            lengths,
+            parts,
+            sums,
+            scale,
+            block_table.stride(0),
+            keys.stored.stride(0),
+            PAGE=keys.page_tokens,
+            TOKENS=_TOKENS,
+            num_warps=_WARPS,
+            num_stages=_STAGES,
+            **shape,
+        )
+        _combine_kernel[grid[:1]](output, cu_query_lengths, lengths, parts, sums, **shape)
+    return output
+
+
+@triton.jit
+def _attention_kernel(
+    query_ptr,
+    keys_ptr,
+    values_ptr,
+    table_ptr,
+    starts_ptr,
+    lengths_ptr,
+    parts_ptr,
+    sums_ptr,
+    scale,
+    table_stride,
+    page_stride,
+    PAGE: tl.constexpr,
+    TOKENS: tl.constexpr,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    ROWS: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    request, head, split = tl.program_id(0) // G, tl.program_id(0) % G, tl.program_id(1)
+    length = tl.load(lengths_ptr + request)
+    row, column = tl.arange(0, ROWS), tl.arange(0, D)
+    if length > 0:
+        query_row = tl.load(starts_ptr + request).to(tl.int64) * G * H + head * H + row
+        query = tl.load(
+            query_ptr + query_row[:, None] * D + column[None, :], mask=row[:, None] < H, other=0.0
+        )
+        tiles = tl.cdiv(tl.cdiv(length, TOKENS), SPLITS)
+        first = split * tiles * TOKENS
+        last = tl.minimum(length, first + tiles * TOKENS)
+        maximum = tl.full((ROWS,), _LOWEST, tl.float32)
+        total = tl.zeros((ROWS,), tl.float32)
+        output = tl.zeros((ROWS, D), tl.float32)
+        for token in range(first, last, TOKENS):
+            tokens = token + tl.arange(0, TOKENS)
+            known = tokens < last
+            page = tl.load(table_ptr + request * table_stride + tokens // PAGE, mask=known, other=0)
+            at = page.to(tl.int64) * page_stride + (tokens % PAGE * G + head) * D
+            at = at[:, None] + column[None, :]
+            key = tl.load(keys_ptr + at, mask=known[:, None], other=0.0)
+            score = tl.dot(query, tl.trans(key)) * (scale * _LOG2_E)
+            score = tl.where(known[None, :], score, _LOWEST)
+            largest = tl.maximum(maximum, tl.max(score, 1))
+            shrink = tl.exp2(maximum - largest)
+            weight = tl.where(known[None, :], tl.exp2(score - largest[:, None]), 0.0)
+            total = total * shrink + tl.sum(weight, 1)
+            maximum = largest
+            value = tl.load(values_ptr + at, mask=known[:, None], other=0.0)
+            output = output * shrink[:, None] + tl.dot(weight.to(value.dtype), value)
+        part = (tl.program_id(0).to(tl.int64) * SPLITS + split) * ROWS + row
+        tl.store(parts_ptr + part[:, None] * D + column[None, :], output)
+        tl.store(sums_ptr + 2 * part, maximum)
+        tl.store(sums_ptr + 2 * part + 1, total)
+
+
+@triton.jit
+def _combine_kernel(
+    output_ptr,
+    starts_ptr,
+    lengths_ptr,
+    parts_ptr,
+    sums_ptr,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    ROWS: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    request, head = tl.program_id(0) // G, tl.program_id(0) % G
+    row, column = tl.arange(0, ROWS), tl.arange(0, D)
+    if tl.load(lengths_ptr + request) > 0:
+        maximum = tl.full((ROWS,), _LOWEST, tl.float32)
+        total = tl.zeros((ROWS,), tl.float32)
+        output = tl.zeros((ROWS, D), tl.float32)
+        part = tl.program_id(0).to(tl.int64) * SPLITS * ROWS + row
+        for _ in range(SPLITS):
+            largest_of_part = tl.load(sums_ptr + 2 * part)
+            largest = tl.maximum(maximum, largest_of_part)
+            shrink, grow = tl.exp2(maximum - largest), tl.exp2(largest_of_part - largest)
+            total = total * shrink + tl.load(sums_ptr + 2 * part + 1) * grow
+            values = tl.load(parts_ptr + part[:, None] * D + column[None, :])
+            output = output * shrink[:, None] + values * grow[:, None]
+            maximum = largest
+            part += ROWS
+        query_row = tl.load(starts_ptr + request).to(tl.int64) * G * H + head * H + row
+        tl.store(
+            output_ptr + query_row[:, None] * D + column[None, :],
+            (output / total[:, None]).to(output_ptr.dtype.element_ty),
+            mask=row[:, None] < H,
+        )
