@@ -12,9 +12,8 @@ from pathlib import Path
 import torch
 import triton
 import triton.language as tl
-from torch.utils import cpp_extension
 
-from megatron_trace.rollout.kernels import cuda
+from megatron_trace.rollout.kernels.library import current_stream, library
 
 
 def bf16_decode(
@@ -68,13 +67,13 @@ def ceiling(lines: torch.Tensor, mode: int, blocks_per_sm: int) -> None:
     """Reads lines of 144 bytes: only loads (0), decodes too (1), and multiplies them too (2)."""
     out = _ceiling_output(lines.device)
     multiprocessors = torch.cuda.get_device_properties(lines.device).multi_processor_count
-    error = _library().trace_ceiling(
+    error = library(Path(__file__).with_suffix(".cu")).trace_ceiling(
         ctypes.c_void_p(lines.data_ptr()),
         ctypes.c_void_p(out.data_ptr()),
         ctypes.c_longlong(lines.shape[0]),
         ctypes.c_int(mode),
         ctypes.c_int(blocks_per_sm * multiprocessors),
-        ctypes.c_void_p(torch.cuda.current_stream().cuda_stream),
+        current_stream(lines.device),
     )
     if error:
         raise RuntimeError(f"the ceiling kernel was refused by CUDA: error {error}")
@@ -83,18 +82,6 @@ def ceiling(lines: torch.Tensor, mode: int, blocks_per_sm: int) -> None:
 @functools.cache
 def _ceiling_output(device: torch.device) -> torch.Tensor:
     return torch.empty(1 << 22, device=device)
-
-
-@functools.cache
-def _library() -> ctypes.CDLL:
-    path = cpp_extension.load(
-        "trace_bench_kv",
-        [str(Path(__file__).with_suffix(".cu"))],
-        extra_cuda_cflags=["-O3", "-gencode=arch=compute_90,code=sm_90"],
-        extra_include_paths=[str(cuda.SOURCE.parent)],
-        is_python_module=False,
-    )
-    return ctypes.CDLL(path)
 
 
 @triton.jit

@@ -6,16 +6,21 @@ Legend: T tokens of a step, N query heads, G key/value heads, D head dim, R requ
 from __future__ import annotations
 
 import ctypes
-import functools
 import math
-from pathlib import Path
 
 import torch
 
 from megatron_trace.rollout.kernels.attention import require_e2m1_e4m3
+from megatron_trace.rollout.kernels.library import (
+    FOLDER,
+    current_stream,
+    library,
+    pointers,
+    why_no_compiler,
+)
 from megatron_trace.rollout.pages import LINE_VALUES, PackedPages
 
-SOURCE = Path(__file__).with_name("decode_attention.cu")
+SOURCE = FOLDER / "decode_attention.cu"
 HEAD_DIMS = (64, 128, 256)
 MAX_RATIO = 16
 # As in decode_attention.cu: lines of a tile, and query heads of a group.
@@ -54,7 +59,7 @@ def why_not(keys: PackedPages, num_query_heads: int, device: torch.device) -> st
         return f"the tokens of a page must divide {tile}, or be a multiple; got {page}"
     if layout.line_bytes != _LINE_BYTES:
         return f"pages of {page} tokens do not have whole lines of {LINE_VALUES} values"
-    return _why_no_compiler()
+    return why_no_compiler()
 
 
 def paged_attention(
@@ -98,7 +103,6 @@ def paged_attention(
     if num_requests == 0:
         return torch.zeros_like(query)
     output = torch.empty_like(query)
-    library = _library()
     heads, head_dim = keys.num_heads, query.shape[-1]
     ratio = query.shape[1] // heads
     num_blocks = torch.cuda.get_device_properties(query.device).multi_processor_count
@@ -131,12 +135,12 @@ def paged_attention(
         block_table.stride(0),
     )
     with torch.cuda.device_of(query):
-        error = library.trace_decode_attention(
-            *(ctypes.c_void_p(tensor.data_ptr()) for tensor in tensors if tensor is not None),
+        error = library(SOURCE).trace_decode_attention(
+            *pointers(tensors),
             *(ctypes.c_int(number) for number in numbers),
             ctypes.c_float(scale),
             ctypes.c_int(num_blocks),
-            ctypes.c_void_p(torch.cuda.current_stream(query.device).cuda_stream),
+            current_stream(query.device),
         )
     if error:
         raise RuntimeError(
@@ -145,33 +149,3 @@ def paged_attention(
             f"{error}"
         )
     return output
-
-
-@functools.cache
-def _why_no_compiler() -> str | None:
-    from torch.utils import cpp_extension
-
-    if cpp_extension.CUDA_HOME is None:
-        return "it is built at first use, and there is no nvcc; install the CUDA toolkit"
-    if not cpp_extension.is_ninja_available():
-        return "it is built at first use, and there is no ninja; install it"
-    return None
-
-
-@functools.cache
-def _library() -> ctypes.CDLL:
-    """Builds the kernel, once for each version of its source, into torch's folder of extensions."""
-    from torch.utils import cpp_extension
-
-    reason = _why_no_compiler()
-    if reason is not None:
-        raise RuntimeError(f"the CUDA decode kernel cannot be built: {reason}")
-    major, minor = torch.cuda.get_device_capability()
-    name = f"trace_decode_attention_sm{major}{minor}"
-    path = cpp_extension.load(
-        name,
-        [str(SOURCE)],
-        extra_cuda_cflags=["-O3", f"-gencode=arch=compute_{major}{minor},code=sm_{major}{minor}"],
-        is_python_module=False,
-    )
-    return ctypes.CDLL(str(path))

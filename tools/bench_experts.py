@@ -1,0 +1,282 @@
+"""Checks and times the FP4 experts kernel on one GPU.
+
+usage: bench_experts.py [--out bench_experts.json] [--variants DEFINITION ...]
+
+Correctness first, stage by stage, each from what the kernel itself gave before it:
+* codes and block scales of fc1's input, and of fc2's: equal to the specification's, bit for bit;
+* fc2's input and the output: against `experts_reference` on the same operands. Sums have another
+  order than torch's, so that a value may round to another BF16 number: the largest difference over
+  the largest magnitude of the row is reported, and must be at most TOLERANCE.
+Then time under graph replay, 256 experts of which 8 are chosen, hidden size 2048, width 512: a
+graph goes over layers with weights of their own, so that none is in the L2 cache. Bytes are codes
+and block scales of the experts that a token chose, each once; the share is of a device copy, bytes
+read and written, in the same run. BF16: torch's grouped products of the same shapes, alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import subprocess
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from megatron_trace.formats import ops
+from megatron_trace.rollout.kernels import experts as kernel
+from megatron_trace.rollout.kernels import experts_reference as reference
+from megatron_trace.rollout.kernels.experts_reference import PackedExperts, RoutedOutput
+from megatron_trace.testing.packed_experts import random_experts, random_routing
+
+EXPERTS, TOP_K, HIDDEN, WIDTH = 256, 8, 2048, 512
+TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+LAYERS, BF16_LAYERS = 12, 4
+# A value next to a rounding boundary of BF16 differs by 2^-8 of itself.
+TOLERANCE = 2.0**-7
+# Builds that leave something out: nothing but weights is loaded, and not decoded; no tokens are.
+CEILINGS = ("EXPERT_CEILING=1", "EXPERT_CEILING=2")
+# Experts, top-k, hidden size, width, tokens.
+CASES = (
+    (16, 4, 512, 512, 1),
+    (16, 4, 1024, 512, 7),
+    (8, 2, 512, 1024, 300),
+    (256, 8, 2048, 512, 1),
+    (256, 8, 2048, 512, 8),
+    (256, 8, 2048, 512, 256),
+)
+
+
+def median_us(function: Callable[[], Any], repeats: int = 15) -> float:
+    """Gives the median time of a call in us, by events."""
+    function()
+    times = []
+    for _ in range(repeats):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        function()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1000)
+    return sorted(times)[repeats // 2]
+
+
+def graph_us(calls: list[Callable[[], Any]]) -> float:
+    """Gives the time of a call in us when a graph of several is replayed."""
+    calls[0]()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    return median_us(graph.replay) / len(calls)
+
+
+def copy_bandwidth() -> float:
+    """Gives bytes read and written by a large copy, in TB/s."""
+    source = torch.empty(1 << 31, dtype=torch.uint8, device="cuda").random_()
+    target = torch.empty_like(source)
+    return 2 * source.numel() / median_us(lambda: target.copy_(source)) / 1e6
+
+
+def difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    """Gives the largest difference over the largest magnitude of its row, NaN at like places."""
+    ours, theirs = ours.float().flatten(0, -2), theirs.float().flatten(0, -2)
+    if (ours.isnan() != theirs.isnan()).any():
+        return float("inf")
+    rows = (ours - theirs).abs().nan_to_num(0.0).amax(-1)
+    largest = theirs.abs().nan_to_num(0.0).amax(-1)
+    return float((rows / largest.clamp(min=1e-30)).max())
+
+
+def check(
+    x: torch.Tensor, experts: torch.Tensor, probabilities: torch.Tensor, weights: PackedExperts
+) -> dict[str, float]:
+    """Gives differing bytes of the records, and differences of the values."""
+    ours = kernel.routed_experts(x, experts, probabilities, weights, keep_activations=True)
+    again = kernel.routed_experts(x, experts, probabilities, weights)
+    assert ours.activations is not None, "asked for"
+    routed = experts >= 0
+    activations = reference.expert_activations(ours.fc1_codes, ours.fc1_scales, experts, weights)
+    output = reference.expert_output(
+        ours.fc2_codes, ours.fc2_scales, experts, probabilities, weights
+    )
+    records = (
+        ("fc1", x, ours.fc1_codes, ours.fc1_scales, weights.fc1_input_scale),
+        (
+            "fc2",
+            ours.activations[routed],
+            ours.fc2_codes[routed],
+            ours.fc2_scales[routed],
+            weights.fc2_input_scale,
+        ),
+    )
+    result = {}
+    for site, values, codes, scales, scale in records:
+        expected = ops.encode(values, scale, implementation="torch")
+        result[f"{site}_codes_differ"] = int((codes != expected[0]).sum())
+        result[f"{site}_scales_differ"] = int((scales != expected[1]).sum())
+    result["repeat_differs"] = int(
+        (ours.output.view(torch.int16) != again.output.view(torch.int16)).sum()
+    )
+    result["activations"] = difference(ours.activations[routed], activations[routed])
+    result["output"] = difference(ours.output, output)
+    return result
+
+
+def checks() -> dict[str, Any]:
+    """Gives what `check` gives in every case."""
+    results = {}
+    for num_experts, top_k, hidden, width, tokens in CASES:
+        weights = random_experts(num_experts, hidden, width, device="cuda", seed=tokens)
+        for skewed in (False, True):
+            x = torch.randn(tokens, hidden, device="cuda").bfloat16()
+            if tokens > 5:
+                x[1], x[2, :40], x[3, 5] = 0.0, -0.0, float("inf")
+                x[4, 100] = float("nan")
+                x[5] *= 1e-6
+            routing = random_routing(tokens, num_experts, top_k, device="cuda", skewed=skewed)
+            name = f"E{num_experts} k{top_k} H{hidden} F{width} T{tokens} skewed {skewed}"
+            results[name] = check(x, *routing, weights)
+            print(name, results[name], flush=True)
+    return results
+
+
+def is_right(results: dict[str, Any]) -> bool:
+    """Whether all records are equal and all values near enough."""
+    return all(
+        value == 0 if name.endswith(("differ", "differs")) else value <= TOLERANCE
+        for case in results.values()
+        for name, value in case.items()
+    )
+
+
+def calls_of(
+    layers: list[PackedExperts], tokens: int, flags: tuple[str, ...] = ()
+) -> tuple[list[Callable[[], RoutedOutput]], float]:
+    """Gives a call for each layer, and the mean bytes of weights that it needs."""
+    calls, num_bytes = [], 0
+    for weights in layers:
+        x = torch.randn(tokens, HIDDEN, device="cuda").bfloat16()
+        experts, probabilities = random_routing(tokens, EXPERTS, TOP_K, device="cuda")
+        num_bytes += len(experts.unique()) * weights.expert_bytes
+        calls.append(
+            lambda x=x, e=experts, p=probabilities, w=weights: kernel.routed_experts(
+                x, e, p, w, flags=flags
+            )
+        )
+    return calls, num_bytes / len(layers)
+
+
+def time_kernel(
+    layers: list[PackedExperts],
+    copy: float,
+    all_tokens: tuple[int, ...],
+    flags: tuple[str, ...] = (),
+) -> list[dict[str, float]]:
+    """Gives a row for each number of tokens."""
+    rows = []
+    for tokens in all_tokens:
+        calls, num_bytes = calls_of(layers, tokens, flags)
+        us = graph_us(calls)
+        row = {
+            "tokens": tokens,
+            "us": us,
+            "MB": num_bytes / 1e6,
+            "TBps": num_bytes / us / 1e6,
+            "of_copy": num_bytes / us / 1e6 / copy,
+        }
+        print(*flags, {key: round(value, 4) for key, value in row.items()}, flush=True)
+        rows.append(row)
+    return rows
+
+
+def time_bf16(all_tokens: tuple[int, ...]) -> list[dict[str, float]]:
+    """Gives the time of the two grouped products and SwiGLU in BF16, tokens sorted beforehand."""
+    grouped_mm = F.grouped_mm
+    shape = (BF16_LAYERS, EXPERTS)
+    fc1 = torch.empty((*shape, 2 * WIDTH, HIDDEN), dtype=torch.bfloat16, device="cuda").normal_()
+    fc2 = torch.empty((*shape, HIDDEN, WIDTH), dtype=torch.bfloat16, device="cuda").normal_()
+    rows = []
+    for tokens in all_tokens:
+        experts, _ = random_routing(tokens, EXPERTS, TOP_K, device="cuda")
+        ends = torch.bincount(experts.flatten(), minlength=EXPERTS).cumsum(0).int()
+        x = torch.randn(tokens * TOP_K, HIDDEN, device="cuda").bfloat16()
+
+        def call(layer: int, x: torch.Tensor = x, ends: torch.Tensor = ends) -> torch.Tensor:
+            gate, up = grouped_mm(x, fc1[layer].transpose(1, 2), offs=ends).chunk(2, -1)
+            return grouped_mm(F.silu(gate) * up, fc2[layer].transpose(1, 2), offs=ends)
+
+        us = graph_us([lambda i=i: call(i) for i in range(BF16_LAYERS)])
+        used = int((ends.diff(prepend=ends.new_zeros(1)) > 0).sum())
+        row = {"tokens": tokens, "us": us, "MB": used * 3 * HIDDEN * WIDTH * 2 / 1e6}
+        row["TBps"] = row["MB"] / us
+        print("bf16", {key: round(value, 4) for key, value in row.items()}, flush=True)
+        rows.append(row)
+    return rows
+
+
+def profile(layers: list[PackedExperts], tokens: int) -> dict[str, float]:
+    """Gives the time of each kernel alone in us."""
+    calls, _ = calls_of(layers, tokens)
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profiler:
+        for call in calls:
+            call()
+        torch.cuda.synchronize()
+    return {
+        event.key.split("(")[0].split("::")[-1]: event.device_time_total / len(calls)
+        for event in profiler.key_averages()
+        if event.device_time_total > 0
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path("bench_experts.json"))
+    parser.add_argument(
+        "--variants", nargs="*", default=CEILINGS, help="other builds to be timed, a macro each"
+    )
+    arguments = parser.parse_args()
+    torch.manual_seed(0)
+    result: dict[str, Any] = {
+        "machine": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "commit": subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+        ).stdout.strip(),
+        "shape": {"experts": EXPERTS, "top_k": TOP_K, "hidden": HIDDEN, "width": WIDTH},
+    }
+
+    def keep(name: str, measure: Callable[[], Any]) -> None:
+        # Measurements do not depend on one another: one that fails is shown, and the others run.
+        try:
+            result[name] = measure()
+        except Exception:  # noqa: BLE001
+            result[name] = traceback.format_exc()
+        arguments.out.write_text(json.dumps(result, indent=1))
+        print(name, result[name], flush=True)
+
+    keep("checks", checks)
+    keep("right", lambda: is_right(result["checks"]))
+    keep("copy_TBps", copy_bandwidth)
+    layers = [random_experts(EXPERTS, HIDDEN, WIDTH, device="cuda", seed=i) for i in range(LAYERS)]
+    copy = result["copy_TBps"]
+    keep("fp4", lambda: time_kernel(layers, copy, TOKENS))
+    keep("bf16", lambda: time_bf16((1, 8, 32, 64, 256)))
+    for variant in arguments.variants:
+        flags = (f"-D{variant}",)
+        keep(variant, lambda flags=flags: time_kernel(layers, copy, (32, 256), flags))
+    for tokens in (8, 256):
+        keep(f"profile_{tokens}_us", lambda tokens=tokens: profile(layers, tokens))
+    if result["right"] is not True:
+        raise SystemExit("the kernel's results are not right: see checks")
+
+
+if __name__ == "__main__":
+    main()
