@@ -273,6 +273,9 @@ def measure_training(block: Block, cases: Sequence[Case], num_tokens: int) -> li
                 trainers.append(Trainer(case, model, sites, stream))
         failed: set[str] = set()
         for round_number in range(options.rounds + 1):
+            # One round that counts is the least.
+            if round_number > 1 and time.perf_counter() - options.started > options.budget_s:
+                break
             order = (
                 trainers[round_number % len(trainers) :] + trainers[: round_number % len(trainers)]
             )
@@ -289,6 +292,7 @@ def measure_training(block: Block, cases: Sequence[Case], num_tokens: int) -> li
             for trainer in trainers
             if trainer.case.name not in failed
         ]
+        print_training(rows)
         for trainer in trainers:
             if options.profile and trainer.case.name not in failed:
                 with _reported(f"profile of {trainer.case.name}"):
@@ -404,7 +408,8 @@ def print_training(rows: Sequence[dict[str, Any]]) -> None:
         print(
             f"{row['case']['name']:44} {row['tokens']:6} {row['micro_batch_ms']:8.2f} "
             f"{row['micro_batch_ms_least']:8.2f} {over:>8} {row['host_ms']:8.2f} "
-            f"{row['weights_ms']:8.2f} {row['peak_bytes'] / 2**30:6.2f}  {row['coverage']}"
+            f"{row['weights_ms']:8.2f} {row['peak_bytes'] / 2**30:6.2f}  {row['coverage']}",
+            flush=True,
         )
 
 
@@ -424,6 +429,7 @@ def cases_of(options: argparse.Namespace) -> list[Case]:
 def main() -> None:
     """Measures as the options say."""
     options = _options()
+    options.started = time.perf_counter()
     sizes = preset(options.preset)
     sizes = sizes.reduced() if options.small else sizes
     architecture = dataclasses.replace(
@@ -466,7 +472,6 @@ def _train_part(
         loading.append(measure_loading(block, num_tokens))
         print("loading", loading[-1], flush=True)
         rows += measure_training(block, cases_of(options), num_tokens)
-        print_training([row for row in rows if row["tokens"] == num_tokens])
         print(f"{time.perf_counter() - started:.1f} s so far", flush=True)
         gc.collect()
         torch.cuda.empty_cache()
@@ -492,6 +497,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--kinds", nargs="+", default=["local"], help="of the routed experts")
     parser.add_argument("--cases", nargs="+", help="see above; instead of those of all kinds")
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--budget-s", type=float, default=600.0, help="ends rounds early")
     parser.add_argument("--micro-batches", type=int, default=4, help="of a case in a round")
     parser.add_argument("--profile", type=int, default=0, help="rows of each case's profile")
     parser.add_argument("--parts", nargs="+", default=["train", "rollout"])

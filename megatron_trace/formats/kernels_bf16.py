@@ -171,6 +171,26 @@ def guided(pairs, word, byte, global_scale, NUM_BITS: tl.constexpr, CODES: tl.co
 
 
 @triton.jit
+def lowest_bits(pairs, byte, global_scale, T: tl.constexpr):
+    """Gives int32 [T]: the lowest bits of pairs rounded to nearest under given block scales.
+
+    Args:
+        pairs: int32 [T, 4].
+        byte: int32 [T], E4M3; where it is 0, the bits are not to be used.
+        global_scale: FP32, or FP32 [T].
+        T: Octets.
+    """
+    r, s = reciprocal_of(e4m3_value(tl.where(byte == 0, _ONE, byte)) * global_scale)
+    r, s, magnitudes = r[:, None], s[:, None], pairs & MAGNITUDES
+    # A NaN, also that of a sum of infinities, counts as 6.
+    lows = tl.minimum(divided(low_half(magnitudes), r, s), 6.0)
+    highs = tl.minimum(divided(high_half(magnitudes), r, s), 6.0)
+    _, lows_biased = round_to_ladder(lows)
+    _, highs_biased = round_to_ladder(highs)
+    return mantissa_bits(lows_biased, highs_biased, T)
+
+
+@triton.jit
 def _guided_half(
     magnitude,
     sign,

@@ -56,6 +56,25 @@ def rounded_octets(x, scales, NUM_BITS: tl.constexpr, ERROR: tl.constexpr, T: tl
 
 
 @triton.jit
+def candidate_bytes(x, scale, T: tl.constexpr):
+    """Gives the two block scales, int32 [T] each, that the blocks of x [T, 8] may have.
+
+    Args:
+        x: float [T, 8].
+        scale: FP32; the global scale.
+        T: Octets.
+    """
+    magnitude = tl.abs(tl.reshape(x, (T // 2, 2, 8)).to(tl.float32))
+    amax = tl.reduce(magnitude, 2, octets.max_of, keep_dims=True)
+    amax = tl.reduce(amax, 1, octets.max_of, keep_dims=True)
+    ratio = octets.quotient(amax, scale * 6.0)
+    _, _, _, _, _, four = octets.nearest_by_scale(magnitude, amax, 1.5 * ratio, scale)
+    _, _, _, _, _, six = octets.nearest_by_scale(magnitude, amax, ratio, scale)
+    four = tl.reshape(tl.broadcast_to(four, (T // 2, 2, 1)), (T,))
+    return four, tl.reshape(tl.broadcast_to(six, (T // 2, 2, 1)), (T,))
+
+
+@triton.jit
 def _error(values, magnitude, ERROR: tl.constexpr):
     """Gives FP32 [N, 1, 1], the error of [N, 2, 8] magnitudes; equal to that of signed values."""
     difference = values - magnitude

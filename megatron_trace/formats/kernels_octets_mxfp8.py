@@ -31,8 +31,8 @@ def rounded_pairs(pairs, NUM_BITS: tl.constexpr, RULE: tl.constexpr, T: tl.const
     pairs &= tl.where(zero, 0, -1)
     magnitudes = pairs & bf16.MAGNITUDES
     # The scale of a block with a NaN is NaN; its codes are those of 448.
-    lows, low = _rounded(tl.minimum(bf16.low_half(magnitudes) * reciprocal, 448.0))
-    highs, high = _rounded(tl.minimum(bf16.high_half(magnitudes) * reciprocal, 448.0))
+    lows, low = rounded(tl.minimum(bf16.low_half(magnitudes) * reciprocal, 448.0))
+    highs, high = rounded(tl.minimum(bf16.high_half(magnitudes) * reciprocal, 448.0))
     low |= (pairs >> 8) & 0x80
     high |= (pairs >> 24) & 0x80
     if NUM_BITS == 8:
@@ -91,7 +91,7 @@ def rounded_octets(x, NUM_BITS: tl.constexpr, RULE: tl.constexpr, T: tl.constexp
     effective, reciprocal, zero = e8m0.scales_of(byte)
     # Not tl.minimum: a NaN is to become 448, in the interpreter too.
     a = magnitude * reciprocal
-    nearest, index = _rounded(tl.where(a < 448.0, a, 448.0))
+    nearest, index = rounded(tl.where(a < 448.0, a, 448.0))
     sign_bits = octets.sign_bits_of(x)
     y = octets.dequantised(nearest, sign_bits, effective, zero)
     code = tl.where(zero, 0, index | ((sign_bits >> 24) & 0x80))
@@ -155,7 +155,7 @@ def _first_index(power_bits):
 
 
 @triton.jit
-def _rounded(a):
+def rounded(a):
     """Gives a, 0 to 448, rounded to E4M3, and its index on the ladder."""
     power_bits = _power_bits(a)
     power = power_bits.to(tl.float32, bitcast=True)

@@ -60,7 +60,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_trace.formats import minifloat
+from megatron_trace.formats import minifloat, ops
 from megatron_trace.formats.blocks import fp32_blocks
 from megatron_trace.formats.number_format import NVFP4, NumberFormat
 from megatron_trace.hints.codec import payload_bits
@@ -143,6 +143,89 @@ def accept_rows(
         ValueError: Shapes disagree, K is not a multiple of the block size, or num_bits is not that
             of a hint of the format.
     """
+    counts = _counts(x, hint, scale_bytes, global_scale, number_format, num_bits, thresholds)
+    return _health(counts if add_up is None else add_up(counts), thresholds)
+
+
+@torch.no_grad()
+def guided_rows(
+    x: torch.Tensor,
+    hint: torch.Tensor,
+    scale_bytes: torch.Tensor,
+    has_hint: torch.Tensor,
+    global_scale: torch.Tensor | float | None,
+    *,
+    num_bits: int,
+    thresholds: GuardThresholds,
+    number_format: NumberFormat = NVFP4,
+    add_up: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    implementation: ops.Implementation = "auto",
+) -> torch.Tensor:
+    """Gives which rows have a hint that `accept_rows` accepts.
+
+    Args:
+        x: float [N, K]; see `accept_rows`, like the others.
+        hint: uint8 [N, K * num_bits / 8].
+        scale_bytes: uint8 [N, B].
+        has_hint: bool [N]; rows that have a hint.
+        global_scale: See there.
+        num_bits: See there.
+        thresholds: See there.
+        number_format: See there.
+        add_up: See there.
+        implementation: `torch`, `triton`, or `auto` (Triton where x is on a GPU).
+
+    Returns:
+        bool [N].
+
+    Raises:
+        ValueError: See there; or the implementation cannot run on x.
+    """
+    if not ops.takes_triton(implementation, x):
+        health = accept_rows(
+            x,
+            hint,
+            scale_bytes,
+            global_scale,
+            num_bits=num_bits,
+            thresholds=thresholds,
+            number_format=number_format,
+            add_up=add_up,
+        )
+        return has_hint & health.accepted
+    # Only here: Triton looks for a GPU driver when it is imported.
+    from megatron_trace.formats import kernels_guard
+
+    require_hint_bits(num_bits, number_format)
+    steps = {"num_bits": num_bits, "max_scale_steps": thresholds.max_scale_steps}
+    if add_up is not None:
+        counts = kernels_guard.guard_counts(
+            x, hint, scale_bytes, global_scale, number_format, **steps
+        )
+        return has_hint & _health(add_up(counts.long()), thresholds).accepted
+    return kernels_guard.guarded(
+        x,
+        hint,
+        scale_bytes,
+        has_hint,
+        global_scale,
+        number_format,
+        **steps,
+        max_far_blocks=thresholds.max_far_blocks,
+        min_parity_agreement=thresholds.min_parity_agreement,
+    )
+
+
+def _counts(
+    x: torch.Tensor,
+    hint: torch.Tensor,
+    scale_bytes: torch.Tensor,
+    global_scale: torch.Tensor | float | None,
+    number_format: NumberFormat,
+    num_bits: int,
+    thresholds: GuardThresholds,
+) -> torch.Tensor:
+    """Gives int64 [4, ...]: blocks that are far, that count, bits that agree, that count."""
     require_hint_bits(num_bits, number_format)
     bits = payload_bits(hint, num_bits)
     expected = (*x.shape[:-1], x.shape[-1] // number_format.block_size)
@@ -152,10 +235,13 @@ def accept_rows(
             f"{num_bits} bit and scale_bytes {tuple(scale_bytes.shape)}"
         )
     place = number_format, x, scale_bytes, global_scale
-    counts = torch.stack(
+    return torch.stack(
         [*_far_blocks(*place, thresholds.max_scale_steps), *_agreeing_bits(*place, bits)]
     )
-    far, num_blocks, agreeing, num_counted = counts if add_up is None else add_up(counts)
+
+
+def _health(counts: torch.Tensor, thresholds: GuardThresholds) -> RowHealth:
+    far, num_blocks, agreeing, num_counted = counts
     far_block_share = far / num_blocks.clamp(min=1)
     parity_agreement = (agreeing / num_counted.clamp(min=1)).masked_fill(num_counted == 0, 1.0)
     return RowHealth(

@@ -15,7 +15,7 @@ from megatron_trace.config import Implementation, TraceConfig
 from megatron_trace.formats import E2M1_MAX, E4M3_MAX, ops, residue_bytes
 from megatron_trace.formats.blocks import split
 from megatron_trace.formats.number_format import NVFP4, NumberFormat
-from megatron_trace.hints.guard import THRESHOLDS, GuardThresholds, accept_rows
+from megatron_trace.hints.guard import THRESHOLDS, GuardThresholds, guided_rows
 from megatron_trace.metrics import UsedHints
 
 RowMove = Callable[[torch.Tensor], torch.Tensor]
@@ -153,17 +153,18 @@ class HintRows:
         """Gives bool [N]: which rows have a hint that the guard accepts."""
         if not trace.guard:
             return self.has_hint
-        health = accept_rows(
+        return guided_rows(
             values,
             self.payload,
             self.scale_bytes,
+            self.has_hint,
             global_scale,
             num_bits=self.num_bits,
             thresholds=guard_thresholds(trace, self.number_format),
             number_format=self.number_format,
             add_up=add_up,
+            implementation=trace.implementation,
         )
-        return self.has_hint & health.accepted
 
 
 def guard_thresholds(trace: TraceConfig, number_format: NumberFormat) -> GuardThresholds:

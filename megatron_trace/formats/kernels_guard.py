@@ -1,0 +1,291 @@
+"""Triton kernel of the row guard's counts, for every format: hints/guard.py decides what they mean.
+
+Legend: as `kernels_tiles`. A program counts one row, and reads it once.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from megatron_trace.formats import kernels_bf16 as bf16
+from megatron_trace.formats import kernels_octets as octets
+from megatron_trace.formats import kernels_octets_four_over_six as four_over_six
+from megatron_trace.formats import kernels_octets_mxfp4 as mxfp4
+from megatron_trace.formats import kernels_octets_mxfp8 as mxfp8
+from megatron_trace.formats import kernels_rows
+from megatron_trace.formats import kernels_tiles as tiles
+from megatron_trace.formats.number_format import NumberFormat
+
+# Octets of a tile at most: those of a row of 1024 values.
+_LARGEST_TILE = 128
+
+
+def guard_counts(
+    x: torch.Tensor,
+    hint: torch.Tensor,
+    scale_bytes: torch.Tensor,
+    global_scale: torch.Tensor | float | None,
+    number_format: NumberFormat,
+    *,
+    num_bits: int,
+    max_scale_steps: int,
+) -> torch.Tensor:
+    """Gives what the guard counts in every row, as `hints.guard` specifies.
+
+    Args:
+        x: float [N, K] on a GPU; the trainer's values.
+        hint: uint8 [N, K * num_bits / 8].
+        scale_bytes: uint8 [N, B]; the rollout's block scales.
+        global_scale: FP32 0-d tensor or number, or one for each row; None if there is none.
+        number_format: The format.
+        num_bits: Bits a value of the hint.
+        max_scale_steps: Steps beyond which a block is far.
+
+    Returns:
+        int32 [4, N]: blocks that are far, blocks that count, lowest bits that agree, bits that
+        count.
+
+    Raises:
+        ValueError: Shapes disagree, num_bits is not that of a hint, or x is not on a GPU.
+    """
+    counts = x.new_empty((4, x.shape[0]), dtype=torch.int32)
+    given = x, hint, scale_bytes, global_scale, number_format
+    _launch(*given, counts, counts, num_bits, max_scale_steps, (0.0, 0.0), DECIDES=False)
+    return counts
+
+
+def guarded(
+    x: torch.Tensor,
+    hint: torch.Tensor,
+    scale_bytes: torch.Tensor,
+    has_hint: torch.Tensor,
+    global_scale: torch.Tensor | float | None,
+    number_format: NumberFormat,
+    *,
+    num_bits: int,
+    max_scale_steps: int,
+    max_far_blocks: float,
+    min_parity_agreement: float,
+) -> torch.Tensor:
+    """Gives which rows have a hint that the guard accepts.
+
+    Args:
+        x: As of `guard_counts`, like the others.
+        hint: See there.
+        scale_bytes: See there.
+        has_hint: bool [N].
+        global_scale: See there.
+        number_format: See there.
+        num_bits: See there.
+        max_scale_steps: See there.
+        max_far_blocks: Share of the blocks that count that may be far.
+        min_parity_agreement: Share of the bits that count that must agree.
+
+    Returns:
+        bool [N].
+
+    Raises:
+        ValueError: As `guard_counts`.
+    """
+    accepted = torch.empty_like(has_hint, memory_format=torch.contiguous_format)
+    given = x, hint, scale_bytes, global_scale, number_format
+    out = accepted.view(torch.uint8), has_hint.contiguous().view(torch.uint8)
+    shares = max_far_blocks, min_parity_agreement
+    _launch(*given, *out, num_bits, max_scale_steps, shares, DECIDES=True)
+    return accepted
+
+
+@triton.jit(do_not_specialize=["num_rows", "max_scale_steps"])
+def _guard_kernel(
+    x_ptr,
+    hint_ptr,
+    scale_bytes_ptr,
+    scale_ptr,
+    out_ptr,
+    has_hint_ptr,
+    num_rows,
+    row_octets,
+    max_scale_steps,
+    max_far_blocks,
+    min_parity_agreement,
+    NUM_BITS: tl.constexpr,
+    DECIDES: tl.constexpr,
+    FORMAT: tl.constexpr,
+    RULE: tl.constexpr,
+    ROW: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PAIRS: tl.constexpr,
+    TILES: tl.constexpr,
+    T: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    first = row * row_octets
+    x_ptr += first * 8
+    hint_ptr += first * (8 if NUM_BITS == 8 else 1)
+    scale_bytes_ptr += first // BLOCK
+    # A row has one global scale, whatever the others have.
+    scale = tiles.load_scales(scale_ptr + (row if ROW else 0), first, row_octets, 0, BLOCK, 0, T)
+    blocks = tl.zeros((T,), tl.int32)
+    bits = tl.zeros((T,), tl.int32)
+    for tile in range(TILES):
+        x = tiles.load(x_ptr, row_octets, tile, PAIRS, T)
+        word, byte = octets.load_hint(
+            hint_ptr, scale_bytes_ptr, row_octets, tile, T, NUM_BITS, BLOCK
+        )
+        distance = _distance(x, byte, scale, FORMAT, RULE, PAIRS, T)
+        agreeing, counted = _agreeing(x, word, byte, scale, NUM_BITS, FORMAT, PAIRS, T)
+        # Of a block, its first octet tells. What is beyond the row is 0 on both sides.
+        tells = tl.arange(0, T) % BLOCK == 0
+        known = tells & ((distance != 0) | (byte != 0))
+        far = tells & (distance > max_scale_steps)
+        # Two counts in a register: a row has less than 2^16 values, and 2^12 blocks.
+        blocks += far.to(tl.int32) | (known.to(tl.int32) << 16)
+        bits += agreeing | ((tells & counted).to(tl.int32) << 16)
+    blocks = tl.sum(blocks, axis=0)
+    bits = tl.sum(bits, axis=0)
+    far, num_blocks = blocks & 0xFFFF, blocks >> 16
+    agreeing, num_bits = bits & 0xFFFF, (bits >> 16) * (8 * BLOCK)
+    if DECIDES:
+        far_share = tl.div_rn(far.to(tl.float32), tl.maximum(num_blocks, 1).to(tl.float32))
+        parity = tl.div_rn(agreeing.to(tl.float32), tl.maximum(num_bits, 1).to(tl.float32))
+        parity = tl.where(num_bits == 0, 1.0, parity)
+        accepted = (far_share <= max_far_blocks) & (parity >= min_parity_agreement)
+        present = tl.load(has_hint_ptr + row) != 0
+        tl.store(out_ptr + row, (accepted & present).to(tl.uint8))
+    else:
+        tl.store(out_ptr + row, far)
+        tl.store(out_ptr + num_rows + row, num_blocks)
+        tl.store(out_ptr + 2 * num_rows + row, agreeing)
+        tl.store(out_ptr + 3 * num_rows + row, num_bits)
+
+
+@triton.jit
+def _distance(
+    x, byte, scale, FORMAT: tl.constexpr, RULE: tl.constexpr, PAIRS: tl.constexpr, T: tl.constexpr
+):
+    """Gives int32 [T], `NumberFormat.scale_distance` of the blocks of octets."""
+    if FORMAT == "nvfp4_4over6":
+        values = bf16.unpaired(x, T) if PAIRS else x
+        four, six = four_over_six.candidate_bytes(values, scale, T)
+        distance = tl.minimum(tl.abs(four - byte), tl.abs(six - byte))
+    else:
+        # What else it gives is not computed.
+        _, _, own = tiles.nearest(x, scale, 1, FORMAT, RULE, 0, PAIRS, T)
+        distance = tl.abs(own - byte) * (1 if FORMAT == "nvfp4" else 8)
+    return distance
+
+
+@triton.jit
+def _agreeing(
+    x,
+    word,
+    byte,
+    scale,
+    NUM_BITS: tl.constexpr,
+    FORMAT: tl.constexpr,
+    PAIRS: tl.constexpr,
+    T: tl.constexpr,
+):
+    """Gives int32 [T], lowest bits of octets that agree, and whether their block counts."""
+    if PAIRS and (FORMAT == "nvfp4" or FORMAT == "nvfp4_4over6"):
+        if bf16.is_usual(scale):
+            counted = byte != 0
+            same = bf16.lowest_bits(x, byte, scale, T) ^ lowest_bits_of(word, NUM_BITS)
+            agreeing = tl.where(counted, 8 - _number_of_bits(same), 0)
+        else:
+            agreeing, counted = _agreeing_octets(
+                bf16.unpaired(x, T), word, byte, scale, NUM_BITS, FORMAT
+            )
+    else:
+        values = bf16.unpaired(x, T) if PAIRS else x
+        agreeing, counted = _agreeing_octets(values, word, byte, scale, NUM_BITS, FORMAT)
+    return agreeing, counted
+
+
+@triton.jit
+def _agreeing_octets(x, word, byte, scale, NUM_BITS: tl.constexpr, FORMAT: tl.constexpr):
+    if FORMAT == "mxfp4" or FORMAT == "mxfp8":
+        a, _, zero = mxfp4.guided_quotients(x, byte)
+    else:
+        a, _, zero = octets.guided_quotients(x, byte, scale)
+    # Not tl.minimum: a NaN is to become the largest.
+    if FORMAT == "mxfp8":
+        _, code = mxfp8.rounded(tl.where(a < 448.0, a, 448.0))
+    else:
+        _, biased, _ = octets.round_to_ladder(tl.where(a < 6.0, a, 6.0))
+        # The sum holds the parity of the code.
+        code = biased.to(tl.int32, bitcast=True)
+    wanted = word if NUM_BITS == 8 else word[:, None] >> (NUM_BITS * tl.arange(0, 8)[None, :])
+    counted = zero == 0
+    agrees = (((code ^ wanted) & 1) == 0) & counted
+    return tl.sum(agrees.to(tl.int32), axis=1), tl.reshape(counted, (x.shape[0],))
+
+
+@triton.jit
+def lowest_bits_of(word, NUM_BITS: tl.constexpr):
+    """Gives the lowest bits of 8 values as 8 bits, of a hint of 1, 2 or 4 bits a value."""
+    if NUM_BITS == 2:
+        word = word & 0x5555
+        word = (word | (word >> 1)) & 0x3333
+        word = (word | (word >> 2)) & 0x0F0F
+        word = (word | (word >> 4)) & 0x00FF
+    elif NUM_BITS == 4:
+        word = word & 0x11111111
+        word = (word | (word >> 3)) & 0x03030303
+        word = (word | (word >> 6)) & 0x000F000F
+        word = (word | (word >> 12)) & 0x000000FF
+    return word
+
+
+@triton.jit
+def _number_of_bits(byte):
+    byte -= (byte >> 1) & 0x55
+    byte = (byte & 0x33) + ((byte >> 2) & 0x33)
+    return (byte + (byte >> 4)) & 0x0F
+
+
+def _launch(
+    x: torch.Tensor,
+    hint: torch.Tensor,
+    scale_bytes: torch.Tensor,
+    global_scale: torch.Tensor | float | None,
+    number_format: NumberFormat,
+    out: torch.Tensor,
+    has_hint: torch.Tensor,
+    num_bits: int,
+    max_scale_steps: int,
+    shares: tuple[float, float],
+    *,
+    DECIDES: bool,
+) -> None:
+    words, scale_bytes = kernels_rows.given_hint(x, hint, scale_bytes, num_bits, number_format)
+    num_rows, length = x.shape
+    if length >= 1 << 16:
+        raise ValueError(f"the guard judges rows of less than 65536 values; got {length}")
+    x, scales = kernels_rows.prepared(x, global_scale, number_format)
+    if num_rows == 0:
+        return
+    constants = kernels_rows.constants_of(x, scales, number_format, None)
+    constants.pop("ROUNDED")
+    tile = min(max(triton.next_power_of_2(length // 8), 32), _LARGEST_TILE)
+    with torch.cuda.device_of(x):
+        _guard_kernel[(num_rows,)](
+            x,
+            words,
+            scale_bytes,
+            scales,
+            out,
+            has_hint,
+            num_rows,
+            length // 8,
+            max_scale_steps,
+            *shares,
+            NUM_BITS=num_bits,
+            DECIDES=DECIDES,
+            **constants,
+            TILES=triton.cdiv(length // 8, tile),
+            T=tile,
+            num_warps=tile // 32,
+        )

@@ -1,0 +1,105 @@
+"""Compares the guard's kernel with `hints.guard` in torch; a program, for TRITON_INTERPRET.
+
+python interpreted_guard.py FORMATS DEVICE DTYPE     prints how many inputs were compared
+"""
+
+import sys
+
+import torch
+
+from megatron_trace.formats import NUMBER_FORMATS, NumberFormat, kernels_guard, ops
+from megatron_trace.hints import guard
+from megatron_trace.testing.assertions import assert_same_bytes
+from megatron_trace.testing.hard_inputs import hard_inputs
+from megatron_trace.testing.kernel_equality import row_scales
+
+# The interpreter takes about 20 us a value.
+MAX_VALUES = {"cpu": 32, "cuda": 1 << 20}
+
+
+def compare(fmt: NumberFormat, dtype: torch.dtype, device: str) -> int:
+    """Compares counts and decisions on each hard input that holds a block; gives how many do."""
+    num_compared = 0
+    for case in hard_inputs(dtype):
+        values = case.x.flatten()
+        values = values[: min(values.numel() // 32 * 32, MAX_VALUES[device])]
+        if values.numel() == 0:
+            continue
+        x = values.reshape(-1, 32)
+        scales = [case.global_scale, row_scales(x, case.global_scale)]
+        if not fmt.has_global_scale:
+            scales = [None]
+        turn = None if device == "cuda" else num_compared
+        for scale in scales if turn is None else scales[turn % len(scales) :][:1]:
+            _compare(fmt, x, scale, device, turn, f"{case.name} {dtype}")
+        num_compared += 1
+    scale = 0.002 if fmt.has_global_scale else None
+    # A row that fills no tile, and more than a tile.
+    for turn, length in enumerate((96, 1312)):
+        rows = 999 if device == "cuda" else 3 - turn
+        x = torch.randn(rows, length, generator=torch.Generator().manual_seed(0)).to(dtype)
+        turn = None if device == "cuda" else turn
+        _compare(fmt, x, scale, device, turn, f"rows of {length} {dtype}")
+    return num_compared
+
+
+def _compare(
+    fmt: NumberFormat, x: torch.Tensor, scale, device: str, turn: int | None, what: str
+) -> None:
+    """Compares every kind of hint of every number of bits; one of them if it is its turn."""
+
+    def on_device(tensor):
+        return tensor.to(device) if isinstance(tensor, torch.Tensor) else tensor
+
+    thresholds = guard.THRESHOLDS[fmt.name]
+    for bits in fmt.hint_bits if turn is None else fmt.hint_bits[turn % 3 :][:1]:
+        _, hint, scale_bytes = ops.rtn_record(
+            x, scale, num_bits=bits, number_format=fmt, implementation="torch"
+        )
+        some = torch.arange(len(x)) % 3 != 1
+        random = torch.randint(0, 256, hint.shape, dtype=torch.uint8)
+        others = scale_bytes.roll(1, 0)
+        kinds = (
+            ("near", x * 1.02, hint, scale_bytes),
+            ("random bits", x, random, scale_bytes),
+            ("other scales", x * 0.7, hint, others),
+        )
+        for name, trainer_x, payload, bytes_of in kinds if turn is None else kinds[turn % 2 :][:2]:
+            tensors = (trainer_x, payload, bytes_of)
+            steps = {"num_bits": bits, "max_scale_steps": thresholds.max_scale_steps}
+            given = [on_device(tensor) for tensor in (*tensors, scale)]
+            counts = guard._counts(*tensors, scale, fmt, bits, thresholds)
+            got = kernels_guard.guard_counts(*given, fmt, **steps)
+            assert_same_bytes(got.cpu().long(), counts, f"{what} {name} {bits} counts")
+            if turn is not None and len(x) == 1:
+                continue
+            options = {"num_bits": bits, "thresholds": thresholds, "number_format": fmt}
+            expected = guard.guided_rows(*tensors, some, scale, **options, implementation="torch")
+            *three, on_gpu = given
+            got = kernels_guard.guarded(
+                *three,
+                on_device(some),
+                on_gpu,
+                fmt,
+                **steps,
+                max_far_blocks=thresholds.max_far_blocks,
+                min_parity_agreement=thresholds.min_parity_agreement,
+            )
+            assert_same_bytes(got.cpu(), expected, f"{what} {name} {bits} decision")
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    names, device, dtype = sys.argv[1:]
+    if device == "cpu" and dtype == "bfloat16":
+        import emulated_ptx
+
+        emulated_ptx.install()
+    formats = [NUMBER_FORMATS[name] for name in names.split(",")]
+    compared = [compare(fmt, getattr(torch, dtype), device) for fmt in formats]
+    sys.stdout.write(f"{compared} inputs")
+
+
+if __name__ == "__main__":
+    main()
