@@ -281,6 +281,11 @@ class TraceConfig:
         """Whether training quantises keys and values."""
         return self.quantises_kv and self.method != "quads"
 
+    @property
+    def recorded_bits(self) -> int:
+        """Bits per value that the rollout records: a hint's, or 4 where full codes are wanted too."""
+        return 4 if self.diagnostic_share > 0 else self.hint_bits
+
     def recorded_layers(self, num_layers: int) -> tuple[int, ...]:
         """Gives the decoder layers whose hints are recorded, in ascending order.
 

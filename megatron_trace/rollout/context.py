@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from megatron.core.inference.batch_dimensions_utils import InferenceBatchDimensions
 from megatron.core.inference.config import InferenceConfig, KVCacheManagementMode
 from megatron.core.inference.contexts.dynamic_context import DynamicInferenceContext
 from megatron.core.inference.inference_request import DynamicInferenceRequest
@@ -25,9 +27,12 @@ from megatron.core.transformer import TransformerConfig
 from megatron_trace.hints import Site
 from megatron_trace.rollout.block_allocator import WrittenOnceAllocator
 from megatron_trace.rollout.recorder import Place
+from megatron_trace.rollout.row_sampler import require_finite_logits
 from megatron_trace.rollout.sites import RolloutSites
 
 _SITES = (Site.K, Site.V)
+# Beside a largest step, decode steps whose rows may be under way to host memory.
+_STEPS_UNDER_WAY = 4
 Records = dict[Place, tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -62,6 +67,8 @@ class RolloutContext(DynamicInferenceContext):
         inference_config: Configuration of Megatron's engine.
         sites: Sites of the engine.
         decoder_layers: Decoder layer of each attention layer, in order.
+        decode_sizes: Numbers of requests to which a decode step is padded, so that its forward can
+            be captured; empty lets Megatron pad all steps alike.
 
     Attributes:
         finished: By request that finished: what it computed.
@@ -81,6 +88,7 @@ class RolloutContext(DynamicInferenceContext):
         *,
         sites: RolloutSites,
         decoder_layers: tuple[int, ...],
+        decode_sizes: Sequence[int] = (),
     ) -> None:
         if inference_config.kv_cache_management_mode != KVCacheManagementMode.PERSIST:
             raise ValueError(
@@ -96,20 +104,49 @@ class RolloutContext(DynamicInferenceContext):
         self.model_config = model_config
         self.sites = sites
         self.decoder_layers = decoder_layers
+        self._decode_sizes = tuple(decode_sizes)
         self.finished: dict[int, SavedRows] = {}
         self.continued: dict[int, SavedRows] = {}
         self.keeps_pages = False
         self.counts: Counter[str] = Counter()
         self._evicts = False
         super().__init__(model_config=model_config, inference_config=inference_config)
+        # Megatron's own sizes begin at 8 or more, and it would capture them itself.
+        self.cuda_graph_batch_dimensions_list = [
+            InferenceBatchDimensions(token_count=size, prefill_req_count=0, decode_req_count=size)
+            for size in self._decode_sizes
+        ]
 
     def initialize_all_tensors(self) -> None:
         """Allocates the cache, once Megatron has counted its pages."""
         # Megatron skips no prefill of a model that it takes for one with recurrent states.
         self.is_hybrid_model = self.num_mamba_layers > 0
         self.kv_block_allocator = WrittenOnceAllocator.in_place_of(self.kv_block_allocator)
-        self.sites.recorder.reserve(self.kv_block_allocator.total_count, self.block_size_tokens)
+        self.sites.recorder.reserve(
+            self.kv_block_allocator.total_count,
+            self.block_size_tokens,
+            largest_step=self.max_tokens,
+            ring_rows=self.max_tokens + _STEPS_UNDER_WAY * self.max_requests,
+        )
         super().initialize_all_tensors()
+        self.sites.watch.real_rows = self.gpu_view.real_token_count
+
+    def _allocate_mamba_states(self) -> None:
+        """Allocates states of requests, and one more that rows of padding compute on.
+
+        Megatron gives such rows slot -1, which is the last one.
+        """
+        super()._allocate_mamba_states()
+        if not (self.is_hybrid_model and self._decode_sizes):
+            return
+        for name in ("mamba_conv_states", "mamba_ssm_states"):
+            states = getattr(self, name)
+            (layers, _, *rest), dtype, device = states.shape, states.dtype, states.device
+            setattr(self, name, None)
+            del states  # Both would not fit.
+            states = torch.empty(layers, self.max_requests + 1, *rest, dtype=dtype, device=device)
+            states[:, -1] = 0
+            setattr(self, name, states)
 
     def initialize_attention_state(self, **kwargs: Any) -> Any:
         """Prepares a step and tells the recorder whose rows it computes.
@@ -122,12 +159,12 @@ class RolloutContext(DynamicInferenceContext):
         if recorder.is_running:
             rows = slice(0, self.active_token_count)
             requests = self.token_to_request_idx[rows].long()
-            padded = slice(0, self.padded_active_token_count)
             recorder.begin_step(
                 self.request_ids[requests],
                 self.token_to_pos_ids[rows],
-                self.gpu_view.token_to_block_idx[padded].long(),
-                self.gpu_view.token_to_local_position_within_kv_block[padded].long(),
+                self.token_to_block_idx[rows],
+                self.token_to_local_position_within_kv_block[rows],
+                num_padded=self.padded_active_token_count,
             )
             wrong = self.kv_block_allocator.write(
                 self.token_to_block_idx[rows].numpy(),
@@ -169,12 +206,25 @@ class RolloutContext(DynamicInferenceContext):
             # Its later pages must neither be found nor registered: they follow a page that is not.
             req.precomputed_block_hashes = []
 
-    def update_requests(self, active_requests_mask: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def update_requests(
+        self,
+        active_requests_mask: torch.Tensor,
+        new_tokens: torch.Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
         """Ends a step; saves the rows of the requests that finished in it.
+
+        What was watched on the device is read here, after all of the step has been computed.
 
         Megatron 0.19.2 reads their routing after this call has given their pages to other
         requests, and then finds none.
+
+        Raises:
+            RuntimeError: An activation or a logit is NaN or Inf, or a quantiser did not run.
         """
+        self.sites.require_finite()
+        require_finite_logits(new_tokens)
         self.sites.recorder.end_step()
         finished = (active_requests_mask == 0).nonzero()[:, 0] + self.paused_request_count
         chunked = self.get_index_of_chunked_prefill_request(safe=True)
@@ -183,7 +233,7 @@ class RolloutContext(DynamicInferenceContext):
             if index != chunked:
                 request_id = int(self.request_ids[index])
                 self.finished[request_id] = self._saved(index, to_continue=self.keeps_pages)
-        return super().update_requests(active_requests_mask, *args, **kwargs)
+        return super().update_requests(active_requests_mask, new_tokens, *args, **kwargs)
 
     def resume_paused_requests(self, *args: Any, **kwargs: Any) -> Any:
         """Gives pages to paused requests (Megatron's hook).
@@ -299,18 +349,16 @@ class RolloutContext(DynamicInferenceContext):
             )
         recorder = self.sites.recorder
         places = sorted(recorder.places) if recorder.is_recording else []
+        cached = [place for place in places if place[1].is_cached]
         cache = None
-        if to_continue or any(site.is_cached for _, site in places):
-            cache = self.stored_rows(pages, offsets).cpu()
-        records: Records = {}
-        for layer, site in places:
-            if site.is_cached:
-                assert cache is not None, "just read"
-                stored = cache[_SITES.index(site), self.decoder_layers.index(layer)]
-                records[layer, site] = self.cached_rows(layer, site, stored)
-            else:
-                codes, scale_bytes = recorder.rows((layer, site), pages, offsets)
-                records[layer, site] = codes.cpu(), scale_bytes.cpu()
+        if to_continue or cached:
+            cache = self.stored_rows(*self._on_device(pages, offsets)).cpu()
+        others = [place for place in places if not place[1].is_cached]
+        records: Records = dict(recorder.rows_of_places(others, pages, offsets))
+        for layer, site in cached:
+            assert cache is not None, "just read"
+            stored = cache[_SITES.index(site), self.decoder_layers.index(layer)]
+            records[layer, site] = self.cached_rows(layer, site, stored)
         routing = None
         if self.moe_enable_routing_replay:
             routing = self.kv_block_allocator.reconstruct_routing_from_blocks(
@@ -323,7 +371,7 @@ class RolloutContext(DynamicInferenceContext):
             routing,
             cache if to_continue else None,
             self._saved_states(index) if to_continue else None,
-            None if versions is None else versions.cpu(),
+            versions,
         )
 
     def _saved_states(self, index: int) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -344,7 +392,9 @@ class RolloutContext(DynamicInferenceContext):
         assert saved.cache is not None, "what is continued was saved with its pages"
         blocks, pages, offsets = self._places(index, start, stop)
         rows = slice(start, stop)
-        self.put_stored_rows(pages, offsets, saved.cache[:, :, rows].to(pages.device))
+        device_pages, device_offsets = self._on_device(pages, offsets)
+        cached = saved.cache[:, :, rows].to(device_pages.device)
+        self.put_stored_rows(device_pages, device_offsets, cached)
         for place, (codes, scale_bytes) in saved.records.items():
             if not place[1].is_cached:
                 part = codes[rows], scale_bytes[rows]
@@ -369,7 +419,7 @@ class RolloutContext(DynamicInferenceContext):
             slot = self._slot(index)
             if slot in self._pending_mamba_zeros:
                 self._pending_mamba_zeros.remove(slot)
-            conv, recurrent = (state.to(pages.device) for state in saved.states)
+            conv, recurrent = (state.to(device_pages.device) for state in saved.states)
             self.mamba_conv_states[:, slot], self.mamba_ssm_states[:, slot] = conv, recurrent
 
     def _slot(self, index: int) -> int:
@@ -380,11 +430,13 @@ class RolloutContext(DynamicInferenceContext):
     def _places(
         self, index: int, start: int, stop: int
     ) -> tuple[np.ndarray, torch.Tensor, torch.Tensor]:
-        """Gives the pages of some positions of a request, then page and offset of each."""
+        """Gives the pages of some positions of a request, then page and offset of each, int64."""
         positions = torch.arange(start, stop)
         size = self.block_size_tokens
         table = self.request_to_kv_block_ids[index]
         blocks = table[start // size : -(-stop // size)].numpy().copy()
-        device = torch.cuda.current_device()
-        pages, offsets = table[positions // size].long(), positions % size
-        return blocks, pages.to(device), offsets.to(device)
+        return blocks, table[positions // size].long(), positions % size
+
+    @staticmethod
+    def _on_device(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(tensor.to(torch.cuda.current_device()) for tensor in tensors)

@@ -11,6 +11,7 @@ from megatron_trace.config import TraceConfig
 from megatron_trace.hints import HintSink, RolloutSample
 from megatron_trace.rollout.callbacks import NextTurn, OnTokens
 from megatron_trace.rollout.context import Records
+from megatron_trace.rollout.decode_graphs import DecodeGraphs
 from megatron_trace.rollout.degeneration import DegenerationRule
 from megatron_trace.rollout.kv_cache import kv_bytes_per_token
 from megatron_trace.rollout.policy import ServedPolicy
@@ -43,6 +44,8 @@ class RolloutEngine(ServedPolicy):
         max_step_tokens: Tokens of a step, see `EngineLimits`; None for no limit.
         cache_tokens: Tokens that the K/V cache holds; None for room for all requests.
         prefix_caching: Whether prompts share the pages that they begin with alike.
+        cuda_graphs: Whether decode steps are captured in CUDA graphs; or the batch sizes to which
+            they are padded then, see `decode_graphs.DecodeGraphs`.
         degeneration: When a sample is flagged as degenerate.
         keep_packed_weights: Whether codes and scales of the experts stay in host memory after a
             push, for `quantised_model`.
@@ -57,7 +60,8 @@ class RolloutEngine(ServedPolicy):
         report: Counts of the last rollout.
 
     Raises:
-        ValueError: The model is spread over ranks, or a quantised width is not whole blocks.
+        ValueError: The model is spread over ranks, a quantised width is not whole blocks, or decode
+            steps are to be captured and cannot be.
     """
 
     def __init__(
@@ -74,6 +78,7 @@ class RolloutEngine(ServedPolicy):
         max_step_tokens: int | None = None,
         cache_tokens: int | None = None,
         prefix_caching: bool = False,
+        cuda_graphs: bool | Sequence[int] | DecodeGraphs = False,
         degeneration: DegenerationRule | None = None,
         keep_packed_weights: bool = False,
         model_id: str = "",
@@ -103,6 +108,7 @@ class RolloutEngine(ServedPolicy):
                 max_step_tokens=max_step_tokens,
                 cache_tokens=cache_tokens,
                 prefix_caching=prefix_caching,
+                cuda_graphs=cuda_graphs,
             ),
         )
         self._degeneration = degeneration or DegenerationRule()
@@ -335,7 +341,7 @@ class RolloutEngine(ServedPolicy):
                 samples,
                 records,
                 self._settings,
-                kept_bits=self._kept_bits,
+                kept_bits=self.trace.recorded_bits,
                 hint_bits=self.trace.hint_bits,
                 hint_scales=self.trace.hint_scales,
                 hint_sites=self._hint_sites(),

@@ -74,11 +74,14 @@ class EngineGatedDeltaNet(LocalGatedDeltaNet):
                 "Gated DeltaNet layers, whose states cannot go back over rejected tokens; set it "
                 "to 0"
             )
-        assert not context.using_cuda_graph_this_step(), "slots are chosen on the host"
         projected = self.in_proj(hidden_states)[0].squeeze(1)
         mixed = projected.new_zeros(len(projected), self.v_dim_local_tp)
         conv, recurrent = context.mamba_states_cache(self.layer_number)
-        num_decode = context.batch_dimensions.decode_req_count
+        dimensions: Any = context.batch_dimensions
+        if context.using_cuda_graph_this_step():
+            # Padding too, whose slot is -1: the last one, of no request.
+            dimensions = context.padded_batch_dimensions
+        num_decode = dimensions.decode_req_count
         if num_decode:
             metadata: Any = context.mamba_metadata
             slots = metadata.batch_indices_decode[:num_decode]

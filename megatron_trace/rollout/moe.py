@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,6 +12,10 @@ from megatron_trace.hints import Site
 from megatron_trace.models.moe import DispatchInputMoELayer
 from megatron_trace.rollout.sites import RolloutSites
 
+# Routed experts at once: takes the quantised input [T, H], experts int64 [T, k] and their
+# probabilities [T, k] of the tokens of a step, and gives their weighted sum [T, H].
+RoutedExperts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
 
 class EngineMoELayer(DispatchInputMoELayer):
     """MoE layer whose `dispatch_input_quantizer`, attached by ModelOpt, quantises each token once.
@@ -18,12 +23,34 @@ class EngineMoELayer(DispatchInputMoELayer):
     Attributes:
         place: (sites of the engine, decoder layer), set once the model is built.
         dispatch_input_quantizer: ModelOpt's quantiser; None while the layer is not quantised.
+        routed_experts: Computes the routed experts in steps of the engine, without waiting for the
+            device; None lets Megatron's dispatcher and experts do it.
     """
 
     def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
         self.place: tuple[RolloutSites, int] | None = None
         self.dispatch_input_quantizer: Any = None
+        self.routed_experts: RoutedExperts | None = None
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        intermediate_tensors: Any = None,
+        padding_mask: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Gives the layer's output [S, B, H], and no bias (Megatron's `MoELayer.forward`)."""
+        in_step = self.place is not None and self.place[0].recorder.num_rows is not None
+        if self.routed_experts is None or not in_step:
+            return super().forward(hidden_states, intermediate_tensors, padding_mask)
+        shared = self.shared_experts_compute(hidden_states)
+        probabilities, _ = self.route(hidden_states, padding_mask)
+        router: Any = self.router
+        chosen = router.router_replay.get_recorded_indices().long()
+        x = self.transform_dispatch_input(hidden_states)
+        output = self.routed_experts(x.flatten(0, 1), chosen, probabilities.gather(1, chosen))
+        output = output.view_as(hidden_states)
+        return (output if shared is None else output + shared), None
 
     def transform_dispatch_input(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Gives the fake-quantised input [S, B, H]; the input itself if not quantised."""

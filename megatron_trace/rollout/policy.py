@@ -433,14 +433,9 @@ class ServedPolicy:
             (layer, site) for layer, site in self._places() if layer in layers and site in sites
         ]
 
-    @property
-    def _kept_bits(self) -> int:
-        """Bits per value of what is recorded: those of hints, unless full codes are wanted too."""
-        return 4 if self.trace.diagnostic_share > 0 else self.trace.hint_bits
-
     def _narrowed(self, site: Site, packed_codes: torch.Tensor) -> torch.Tensor:
         number_format = site_format(self._formats, site)
-        bits = stored_bits(number_format, self._kept_bits)
+        bits = stored_bits(number_format, self.trace.recorded_bits)
         return ops.narrowed(packed_codes, bits, number_format=number_format)
 
     def _hint_sites(self) -> tuple[Site, ...]:

@@ -324,15 +324,14 @@ def _action(
             sites.quantise_slots,
             layer.index,
             site,
-            row_of=partial(moe.token_of_row, expert),
+            tokens=partial(moe.tokens_of_expert, expert),
             slots=partial(moe.slots_of_expert, expert),
             num_slots=moe.config.moe_router_topk,
         )
 
     def record(x: torch.Tensor) -> torch.Tensor:
         """Quantises [S, B, H] or [S, B, G, D], in which a row is a token."""
-        y, _, _ = sites.record(layer.index, site, x.flatten(0, 1).flatten(1))
-        return y.view_as(x)
+        return sites.record(layer.index, site, x.flatten(0, 1).flatten(1)).view_as(x)
 
     return record
 

@@ -1,39 +1,50 @@
-"""What the engine's quantisers did, kept in pages beside those of the K/V cache.
+"""What the engine's quantisers did, kept in host memory in pages like those of the K/V cache.
 
 A row lies at the page and offset at which the cache keeps the token's keys and values, so that it
-lives as long as they do: requests that share a prefix share its rows, a page that is handed on is
-written anew, and padding goes where the cache puts it, to a page of no request.
+lives as long as they do: requests that share a prefix share its rows, and a page that is handed on
+is written anew. Padding is kept nowhere. The rows of a step, those of all places side by side, come
+to the host through a `RowRing`, so that recording never waits for the device.
 
 Legend: N rows of one engine step that belong to a request, M rows with padding, P pages of S
-tokens, K values of a row, B blocks of a row, C bits of a code, k expert slots of a token. A row of
-fc2 is its k slots side by side.
+tokens, K values of a row, B blocks of a row, C bits of a code, k expert slots of a token, W bytes
+of a row of all places. A row of fc2 is its k slots side by side.
 """
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 from megatron_trace.hints import Site
+from megatron_trace.rollout.row_ring import RowRing
 
 Place = tuple[int, Site]
+Rows = tuple[torch.Tensor, torch.Tensor]
+
+# Rows are moved in words of so many bytes.
+_WORD_BYTES = 8
 
 
 @dataclass
 class _Step:
-    """One forward of the engine: whose rows it computes, and where they go."""
+    """One forward of the engine: whose rows it computes, where they go, and what was put so far."""
 
     request_ids: torch.Tensor
     positions: torch.Tensor
-    pages: torch.Tensor
-    offsets: torch.Tensor
+    places: torch.Tensor
+    num_padded: int
     times_put: Counter[Place] = field(default_factory=Counter)
     num_slots: dict[Place, int] = field(default_factory=dict)
     slots_put: dict[Place, torch.Tensor] = field(default_factory=dict)
+    rows: dict[Place, Rows] = field(default_factory=dict)
+    is_written: bool = False
+    is_sent: bool = False
 
 
 class Recorder:
@@ -61,23 +72,32 @@ class Recorder:
         self._narrowed = narrowed or (lambda site, packed_codes: packed_codes)
         self.seconds = 0.0
         self.policy_version: int | None = None
-        self._versions: torch.Tensor | None = None
         self._num_pages = self._page_tokens = 0
-        self._pages: dict[Place, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._ring_rows = self._largest_step = 0
+        self._ring: RowRing | None = None
+        self._columns: dict[Place, tuple[slice, slice]] = {}
+        self._padding: torch.Tensor | None = None
+        self._pages = self._versions = torch.empty(0, 0)
         self._wrong_slots: dict[Place, torch.Tensor] = {}
         self._sample_ids: dict[int, str] = {}
         self._keep = False
         self._step: _Step | None = None
 
-    def reserve(self, num_pages: int, page_tokens: int) -> None:
+    def reserve(
+        self, num_pages: int, page_tokens: int, *, largest_step: int, ring_rows: int | None = None
+    ) -> None:
         """Says how many pages the cache has; memory is taken when the first row comes.
 
         Args:
             num_pages: P, the page that padding goes to included.
             page_tokens: S.
+            largest_step: Largest M.
+            ring_rows: Rows that may be under way to the host; None for those of a largest step.
         """
         self._num_pages, self._page_tokens = num_pages, page_tokens
-        self._pages, self._versions = {}, None
+        self._largest_step, self._ring_rows = largest_step, ring_rows or largest_step
+        self._ring, self._columns = None, {}
+        self._versions = torch.from_numpy(np.zeros(num_pages * page_tokens, dtype=np.int64))
 
     def add(self, sample_ids: Mapping[int, str]) -> None:
         """Adds samples to the running rollout, by the engine's ids of their requests."""
@@ -102,6 +122,13 @@ class Recorder:
         """Ends the rollout."""
         self._sample_ids, self._step, self._keep = {}, None, False
         self.policy_version = None
+        if self._ring is not None:
+            self._ring.drop()
+
+    @property
+    def num_waits(self) -> int:
+        """How often a step waited for rows of earlier ones to reach the host."""
+        return 0 if self._ring is None else self._ring.num_waits
 
     @property
     def is_running(self) -> bool:
@@ -119,18 +146,71 @@ class Recorder:
         positions: torch.Tensor,
         pages: torch.Tensor,
         offsets: torch.Tensor,
+        *,
+        num_padded: int | None = None,
     ) -> None:
         """Says to what the rows of the next forward belong.
 
         Args:
-            request_ids: integer [N]; the engine's buffers, copied here.
-            positions: integer [N], token positions.
-            pages: int64 [M], where rows are kept, on the device that computes; padding last.
-            offsets: int64 [M], likewise, within the page.
+            request_ids: integer [N] in host memory; the engine's buffers, copied here.
+            positions: integer [N], token positions, likewise.
+            pages: integer [N], where rows are kept, likewise.
+            offsets: integer [N], likewise, within the page.
+            num_padded: M; None if there is no padding.
+
+        Raises:
+            RuntimeError: The step is larger than reserved.
         """
-        self._step = _Step(request_ids.long().clone(), positions.long().clone(), pages, offsets)
+        places = pages.long() * self._page_tokens + offsets.long()
+        step = self._step = _Step(
+            request_ids.long().clone(),
+            positions.long().clone(),
+            places,
+            len(places) if num_padded is None else num_padded,
+        )
         if self.policy_version is not None:
-            self._version_pages(pages.device)[pages, offsets] = self.policy_version
+            self._versions[places] = self.policy_version
+        if self._keep and self._ring is not None:
+            self._ring.begin(places, step.num_padded)
+
+    def gather(self) -> None:
+        """Writes the rows of the running step to the ring, after its forward; may be captured.
+
+        Nothing is written if a place is missing, which `end_step` reports.
+        """
+        step = self._step
+        places = self._recorded_places()
+        if step is None or not self._keep or not places or not step.rows.keys() >= set(places):
+            return
+        parts = [part for place in places for part in step.rows[place]]
+        if self._ring is None:
+            self._ring = self._new_ring(places, parts)
+            self._ring.begin(step.places, step.num_padded)
+        if self._padding is not None:
+            parts.append(self._padding[: step.num_padded])
+        self._ring.write(torch.cat(parts, dim=1))
+        step.is_written = True
+
+    def send(self) -> None:
+        """Sends what `gather` wrote to the host, and takes what has arrived of earlier steps."""
+        step = self._step
+        if step is None or not step.is_written or self._ring is None:
+            return
+        started = time.perf_counter()
+        step.is_sent = True
+        self._ring.send()
+        self._ring.take_arrived()
+        self.seconds += time.perf_counter() - started
+
+    def noted(self) -> Counter[Place]:
+        """Gives how often each place was put in the running step, to be noted of a replay."""
+        return Counter() if self._step is None else Counter(self._step.times_put)
+
+    def note(self, times_put: Mapping[Place, int]) -> None:
+        """Notes that a captured forward, with its `gather`, puts these places."""
+        if self._step is not None:
+            self._step.times_put = Counter(times_put)
+            self._step.is_written = self._ring is not None
 
     def end_step(self) -> None:
         """Checks that every place was quantised once for every row of the running step.
@@ -138,13 +218,19 @@ class Recorder:
         Raises:
             RuntimeError: A place was not.
         """
-        step, self._step = self._step, None
-        if step is None or not self._keep:
-            return
+        step = self._step
+        if step is not None and self._keep:
+            self._require_complete(step)
+            if not step.is_sent:
+                self.gather()
+                self.send()
+        self._step = None
+
+    def _require_complete(self, step: _Step) -> None:
         for layer, site in sorted(self.places):
             put = step.times_put[layer, site]
             slots = step.num_slots.get((layer, site), 0)
-            expected = len(step.pages) * slots if slots else 1
+            expected = step.num_padded * slots if slots else 1
             if put != expected:
                 how = "not quantised" if not put else f"quantised for {put} of {expected} slots"
                 raise RuntimeError(
@@ -186,15 +272,29 @@ class Recorder:
         Raises:
             RuntimeError: The place was recorded in this step already.
         """
+        if self.keeps(layer, site):
+            hint = packed_codes if site.is_cached else self._narrowed(site, packed_codes)
+            self.put_hint(layer, site, hint, scale_bytes)
+
+    def put_hint(
+        self, layer: int, site: Site, hint: torch.Tensor, scale_bytes: torch.Tensor
+    ) -> None:
+        """Keeps what `put` would, of codes that are narrowed already; both must stay as they are.
+
+        Args:
+            layer: Decoder layer.
+            site: Site.
+            hint: uint8 [M, bytes].
+            scale_bytes: uint8 [M, B].
+
+        Raises:
+            RuntimeError: The place was recorded in this step already.
+        """
         if not self.keeps(layer, site):
             return
-        started = time.perf_counter()
         step = self._note(layer, site)
         if not site.is_cached:
-            kept = self._narrowed(site, packed_codes), scale_bytes
-            for pages, rows in zip(self._pages_of((layer, site), *kept), kept, strict=True):
-                pages[step.pages, step.offsets] = rows
-        self.seconds += time.perf_counter() - started
+            step.rows[layer, site] = (hint, scale_bytes)
 
     def put_cached(self, layer: int, site: Site) -> None:
         """Notes that keys or values were quantised for the rows of the step; the cache keeps them.
@@ -224,7 +324,7 @@ class Recorder:
         self,
         layer: int,
         site: Site,
-        packed_codes: torch.Tensor,
+        hint: torch.Tensor,
         scale_bytes: torch.Tensor,
         *,
         slots: tuple[torch.Tensor, torch.Tensor],
@@ -235,7 +335,7 @@ class Recorder:
         Args:
             layer: Decoder layer.
             site: Site.
-            packed_codes: uint8 [rows, bytes of a slot].
+            hint: uint8 [rows, bytes of a slot], narrowed already.
             scale_bytes: uint8 [rows, blocks of a slot].
             slots: Token and slot of every row, int64 [rows] each; tokens from N on are padding.
             num_slots: Slots k of a token.
@@ -245,110 +345,131 @@ class Recorder:
         """
         if not self.keeps(layer, site):
             return
-        started = time.perf_counter()
         step, place = self._step, (layer, site)
         assert step is not None, "keeps says so"
         tokens, slot = slots
-        if len(tokens) != len(packed_codes):
+        if len(tokens) != len(hint):
             raise RuntimeError(
-                f"layer {layer}, site {site}: the quantiser got {len(packed_codes)} rows, but the "
+                f"layer {layer}, site {site}: the quantiser got {len(hint)} rows, but the "
                 f"routing record of the step says {len(tokens)}"
             )
+        parts = hint, scale_bytes
+        every = step.num_padded * num_slots
         if place not in step.slots_put:
             step.num_slots[place] = num_slots
-            step.slots_put[place] = torch.zeros(
-                len(step.pages) * num_slots, dtype=torch.int32, device=packed_codes.device
-            )
+            step.slots_put[place] = torch.zeros(every, dtype=torch.int32, device=hint.device)
+            codes, scales = (part.new_empty(every, part.shape[1]) for part in parts)
+            step.rows[place] = codes.view(step.num_padded, -1), scales.view(step.num_padded, -1)
         step.times_put[place] += len(tokens)
-        step.slots_put[place].index_add_(
-            0, tokens * num_slots + slot, torch.ones_like(tokens, dtype=torch.int32)
-        )
-        kept = self._narrowed(site, packed_codes), scale_bytes
-        for pages, rows in zip(self._pages_of(place, *kept, num_slots), kept, strict=True):
-            pages[step.pages[tokens], step.offsets[tokens], slot] = rows
-        self.seconds += time.perf_counter() - started
+        index = tokens * num_slots + slot
+        step.slots_put[place].index_add_(0, index, torch.ones_like(index, dtype=torch.int32))
+        for kept, part in zip(step.rows[place], parts, strict=True):
+            kept.view(every, -1)[index] = part
 
-    def rows(
-        self, place: Place, pages: torch.Tensor, offsets: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Gives the rows of a place at some pages and offsets.
+    def kept_bytes(self, place: Place) -> tuple[int, int]:
+        """Gives the bytes of codes and of scales that are kept of a row, once one was recorded."""
+        codes, scales = self._columns[place]
+        return codes.stop - codes.start, scales.stop - scales.start
+
+    def rows(self, place: Place, pages: torch.Tensor, offsets: torch.Tensor) -> Rows:
+        """Gives the rows of a place at some pages and offsets, see `rows_of_places`."""
+        if place not in self._columns:
+            raise KeyError(place)
+        return self.rows_of_places([place], pages, offsets)[place]
+
+    def rows_of_places(
+        self, places: Iterable[Place], pages: torch.Tensor, offsets: torch.Tensor
+    ) -> dict[Place, Rows]:
+        """Gives the rows of places at some pages and offsets; waits for those that are under way.
 
         Args:
-            place: Decoder layer and site, not of keys or values.
-            pages: int64 [R].
-            offsets: int64 [R].
+            places: Decoder layers and sites, not of keys or values.
+            pages: int64 [R] in host memory.
+            offsets: int64 [R] in host memory.
 
         Returns:
-            packed codes, narrowed, uint8 [R, bytes], and scale bytes uint8 [R, B], on the device.
+            By place: packed codes, narrowed, uint8 [R, bytes], and scale bytes uint8 [R, B], in
+            host memory.
 
         Raises:
             RuntimeError: In a step of the rollout an expert slot was not quantised exactly once.
         """
-        layer, site = place
-        if place in self._wrong_slots and bool(self._wrong_slots[place]):
-            raise RuntimeError(
-                f"layer {layer}, site {site}: an expert slot was quantised twice, and another one "
-                "not, in a step of this rollout"
-            )
-        codes, scale_bytes = (kept[pages, offsets].flatten(1) for kept in self._pages[place])
-        return codes, scale_bytes
+        places = list(places)
+        if not places:
+            return {}
+        started = time.perf_counter()
+        if self._ring is not None:
+            self._ring.take_all()
+        for layer, site in places:
+            if (layer, site) in self._wrong_slots and bool(self._wrong_slots[layer, site]):
+                raise RuntimeError(
+                    f"layer {layer}, site {site}: an expert slot was quantised twice, and another "
+                    "one not, in a step of this rollout"
+                )
+        found = self._pages[pages * self._page_tokens + offsets].view(torch.uint8)
+        self.seconds += time.perf_counter() - started
+        codes_and_scales = {place: self._columns[place] for place in places}
+        return {
+            place: (found[:, codes].contiguous(), found[:, scales].contiguous())
+            for place, (codes, scales) in codes_and_scales.items()
+        }
 
     def versions(self, pages: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor | None:
-        """Gives the policy version of the rows at some pages and offsets, int64 [R] on the device.
+        """Gives the policy version of the rows at some pages and offsets, int64 [R].
 
         Args:
-            pages: int64 [R].
-            offsets: int64 [R].
+            pages: int64 [R] in host memory.
+            offsets: int64 [R] in host memory.
 
         Returns:
             None if versions are not noted.
         """
         if self.policy_version is None:
             return None
-        return self._version_pages(pages.device)[pages, offsets]
+        return self._versions[pages * self._page_tokens + offsets]
 
     def restore_versions(
         self, pages: torch.Tensor, offsets: torch.Tensor, versions: torch.Tensor
     ) -> None:
         """Puts versions that `versions` gave at other pages and offsets."""
-        self._version_pages(pages.device)[pages, offsets] = versions.to(pages.device)
+        self._versions[pages * self._page_tokens + offsets] = versions
 
-    def _version_pages(self, device: torch.device) -> torch.Tensor:
-        if self._versions is None:
-            assert self._num_pages, "reserve comes first"
-            self._versions = torch.zeros(
-                self._num_pages, self._page_tokens, dtype=torch.int64, device=device
-            )
-        return self._versions
-
-    def restore(
-        self,
-        place: Place,
-        pages: torch.Tensor,
-        offsets: torch.Tensor,
-        rows: tuple[torch.Tensor, torch.Tensor],
-    ) -> None:
+    def restore(self, place: Place, pages: torch.Tensor, offsets: torch.Tensor, rows: Rows) -> None:
         """Puts rows that `rows` gave at other pages and offsets."""
-        for kept, values in zip(self._pages[place], rows, strict=True):
-            kept[pages, offsets] = values.to(kept.device).view(len(pages), *kept.shape[2:])
+        if self._ring is not None:
+            # Rows of an earlier owner of the page may be under way.
+            self._ring.take_all()
+        kept = self._pages.view(torch.uint8)
+        for columns, values in zip(self._columns[place], rows, strict=True):
+            kept[pages * self._page_tokens + offsets, columns] = values
 
-    def _pages_of(
-        self,
-        place: Place,
-        packed_codes: torch.Tensor,
-        scale_bytes: torch.Tensor,
-        num_slots: int | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        if place not in self._pages:
-            assert self._num_pages, "reserve comes first"
-            slots = () if num_slots is None else (num_slots,)
-            shape = (self._num_pages, self._page_tokens, *slots)
-            codes, scales = (
-                torch.zeros(*shape, part.shape[1], dtype=torch.uint8, device=part.device)
-                for part in (packed_codes, scale_bytes)
-            )
-            self._pages[place] = (codes, scales)
-        return self._pages[place]
+    def _recorded_places(self) -> list[Place]:
+        """Gives the places whose rows are not in the cache, in the order of their columns."""
+        return sorted(place for place in self.places if not place[1].is_cached)
+
+    @torch.inference_mode(False)
+    def _new_ring(self, places: list[Place], parts: list[torch.Tensor]) -> RowRing:
+        """Allocates ring and pages, once the widths of the rows are known."""
+        assert self._num_pages, "reserve comes first"
+        device = parts[0].device
+        edges = [0, *itertools.accumulate(part.shape[1] for part in parts)]
+        columns = [slice(*edge) for edge in itertools.pairwise(edges)]
+        self._columns = dict(
+            zip(places, zip(columns[::2], columns[1::2], strict=True), strict=True)
+        )
+        padding = -edges[-1] % _WORD_BYTES
+        self._padding = None
+        if padding:
+            shape = self._largest_step, padding
+            self._padding = torch.zeros(shape, dtype=torch.uint8, device=device)
+        row_bytes = edges[-1] + padding
+        # numpy's zeros take memory only where they are written.
+        shape = self._num_pages * self._page_tokens, row_bytes // _WORD_BYTES
+        self._pages = torch.from_numpy(np.zeros(shape, dtype=np.int64))
+        return RowRing(self._ring_rows, self._largest_step, row_bytes, device, self._keep_rows)
+
+    def _keep_rows(self, places: torch.Tensor, rows: torch.Tensor) -> None:
+        self._pages.index_copy_(0, places, rows.view(torch.int64))
 
     def _name(self, step: _Step, row: int) -> str:
         return f"sample {self._sample_ids[int(step.request_ids[row])]}"

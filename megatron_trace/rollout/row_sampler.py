@@ -21,6 +21,9 @@ from megatron_trace.rollout.sampling import (
     uniform_numbers,
 )
 
+# Stands for a token where a logit is NaN or Inf.
+_NOT_FINITE = -1
+
 
 @dataclass(frozen=True)
 class Sampled:
@@ -100,15 +103,11 @@ class RowSampler(Sampling):
     ) -> torch.Tensor:
         """Gives token ids int64 [n] sampled from logits [rows >= n, V] (Megatron's hook).
 
-        Raises:
-            RuntimeError: A logit is NaN or Inf.
+        Where a logit is NaN or Inf it gives -1, which `require_finite_logits` finds once the tokens
+        have come to the host: looking here would wait for the forward.
         """
         assert token_to_request_index is None, "the engine does not decode speculatively"
         logits = (logits[:n] if gather_indices is None else logits[gather_indices[:n]]).float()
-        if not torch.isfinite(logits).all():
-            raise RuntimeError(
-                "NaN or Inf logits in the rollout; check the weights that were pushed"
-            )
         active = slice(context.paused_request_count, context.total_request_count)
         request_ids = context.request_ids[active].numpy().copy()
         offsets, lengths = context.request_kv_length_offsets, context.request_query_lengths
@@ -196,7 +195,9 @@ class RowSampler(Sampling):
             tokens = draw(logprobs, uniform.to(logits.device, non_blocking=True))
         if settings.logprobs == "raw":
             logprobs = logits.log_softmax(-1)
+        tokens = tokens.clamp(max=logits.shape[1] - 1)  # Beyond it only where a logit is NaN.
         chosen = logprobs.gather(1, tokens[:, None])[:, 0]
+        tokens = tokens.masked_fill(~torch.isfinite(logits).all(-1), _NOT_FINITE)
         versions = None
         if self.policy_version is not None:
             versions = torch.full_like(tokens, self.policy_version, dtype=torch.int64)
@@ -204,6 +205,12 @@ class RowSampler(Sampling):
             return Sampled(tokens, chosen, versions=versions)
         top = logprobs.topk(settings.top_logprobs, dim=-1)
         return Sampled(tokens, chosen, top.indices.to(torch.int32), top.values, versions)
+
+
+def require_finite_logits(tokens: torch.Tensor) -> None:
+    """Raises RuntimeError if a logit was NaN or Inf from which `RowSampler` gave tokens, [n]."""
+    if (tokens == _NOT_FINITE).any():
+        raise RuntimeError("NaN or Inf logits in the rollout; check the weights that were pushed")
 
 
 def _of_rows(request_ids: np.ndarray, sampled: Sampled, rows: np.ndarray) -> _Step:

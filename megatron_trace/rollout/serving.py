@@ -6,16 +6,13 @@ import contextlib
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 from megatron.core.inference.config import InferenceConfig, PrefixCachingEvictionPolicy
 from megatron.core.inference.contexts.mamba_slot_allocator import (
     MAX_INTERMEDIATE_OFFSETS_PER_REQUEST,
 )
 from megatron.core.inference.engines import DynamicInferenceEngine
-from megatron.core.inference.model_inference_wrappers.gpt.gpt_inference_wrapper import (
-    GPTInferenceWrapper,
-)
 from megatron.core.inference.text_generation_controllers.text_generation_controller import (
     TextGenerationController,
 )
@@ -26,12 +23,20 @@ from megatron_trace.hints import Site
 from megatron_trace.models.hybrid import decoder_layers
 from megatron_trace.models.routing import global_replay_instances
 from megatron_trace.rollout.callbacks import NextTurn, OnTokens
+from megatron_trace.rollout.decode_graphs import (
+    DecodeGraphs,
+    EngineForward,
+    require_capturable,
+    require_static_experts,
+)
 from megatron_trace.rollout.gated_delta_net import state_bytes_per_request, state_config
+from megatron_trace.rollout.grouped_experts import GroupedExperts
 from megatron_trace.rollout.kv_cache import (
     PackedKVContext,
     PlainKVContext,
     kv_bytes_per_token,
 )
+from megatron_trace.rollout.moe import EngineMoELayer
 from megatron_trace.rollout.row_sampler import RowSampler
 from megatron_trace.rollout.running import Run, Served
 from megatron_trace.rollout.sampling import SamplingSettings
@@ -74,6 +79,8 @@ class EngineLimits:
             some are paused, and evicted to host memory for a while. None: room for all.
         prefix_caching: Whether prompts share the pages, and records, of the blocks that they begin
             with alike; until weights are pushed also with earlier rollouts.
+        cuda_graphs: Whether decode steps are captured in CUDA graphs; or the batch sizes to which
+            they are padded then, or both as `DecodeGraphs`.
     """
 
     max_sequence_length: int
@@ -82,9 +89,11 @@ class EngineLimits:
     max_step_tokens: int | None = None
     cache_tokens: int | None = None
     prefix_caching: bool = False
+    cuda_graphs: bool | Sequence[int] | DecodeGraphs = False
 
     def __post_init__(self) -> None:
-        """Raises ValueError on limits that leave no room for a request."""
+        """Raises ValueError on limits that leave no room for a request, or no size of a graph."""
+        assert self.decode_graphs is None or self.decode_graphs.sizes, "sizes are checked"
         if self.max_step_tokens is not None and self.max_step_tokens < self.max_requests:
             raise ValueError(
                 f"max_step_tokens={self.max_step_tokens} must be at least max_requests="
@@ -95,6 +104,11 @@ class EngineLimits:
                 f"cache_tokens={self.cache_tokens} does not hold one request of "
                 f"max_sequence_length={self.max_sequence_length}"
             )
+
+    @property
+    def decode_graphs(self) -> DecodeGraphs | None:
+        """What `cuda_graphs` means."""
+        return DecodeGraphs.of_setting(self.cuda_graphs, self.max_requests)
 
     @property
     def pages_per_request(self) -> int:
@@ -130,6 +144,10 @@ class Server:
 
     Attributes:
         context: The paged cache and the bookkeeping of requests.
+        forward: Computes the forward of a step.
+
+    Raises:
+        ValueError: Decode steps are to be captured, and cannot be.
     """
 
     def __init__(
@@ -148,6 +166,7 @@ class Server:
         attention_layers = tuple(
             layer.index for layer in decoder_layers(model) if layer.attention is not None
         )
+        graphs = limits.decode_graphs
         context_class = PackedKVContext if packed else PlainKVContext
         self.context = context_class(
             model.config,
@@ -162,9 +181,18 @@ class Server:
             ),
             sites=sites,
             decoder_layers=attention_layers,
+            decode_sizes=() if graphs is None else graphs.sizes,
+        )
+        if graphs is not None:
+            require_static_experts(self.context)
+            if graphs.captured:
+                require_capturable(self.context, model)
+        self._choose_experts(without_host=graphs is not None)
+        self.forward = EngineForward(
+            model, self.context, captures=graphs is not None and graphs.captured
         )
         controller = TextGenerationController(
-            GPTInferenceWrapper(cast("Any", model), self.context),
+            self.forward,
             TokenIds(model.vocab_size, eod_token),
         )
         self._sampler = RowSampler()
@@ -313,6 +341,16 @@ class Server:
         self._sampler.end()
         self.forget_prefixes()
         self._engine.reset()
+
+    def _choose_experts(self, *, without_host: bool) -> None:
+        """Lets routed experts be computed without the host, or by Megatron's modules."""
+        for layer in decoder_layers(self.model):
+            if not isinstance(layer.moe, EngineMoELayer):
+                continue
+            if without_host and layer.moe.routed_experts is None:
+                layer.moe.routed_experts = GroupedExperts(layer.moe, self.sites, layer.index)
+            elif not without_host and isinstance(layer.moe.routed_experts, GroupedExperts):
+                layer.moe.routed_experts = None
 
     def _finished_ids(self, active_ids: list[int]) -> set[int]:
         return set() if self._run is None else self._run.finished_ids(active_ids)

@@ -13,8 +13,9 @@ import torch
 
 from megatron_trace.config import TraceConfig
 from megatron_trace.formats import E4M3_MAX, FORMAT_SETS, NumberFormat, ops
-from megatron_trace.hints import QuantizerSettings, Site, site_format
+from megatron_trace.hints import QuantizerSettings, Site, site_format, stored_bits
 from megatron_trace.rollout.recorder import Recorder
+from megatron_trace.rollout.watch import Watch
 
 OPERAND_DTYPE = torch.bfloat16
 
@@ -29,6 +30,8 @@ class RolloutSites:
     Attributes:
         calls: Calls of the quantisers by (decoder layer, site) since the last rollout began.
         quantised_values: Values that they got at the places with static scales, likewise.
+        watch: Counts what is beyond the scales, or NaN or Inf.
+        settings_version: How often scales were set; what was captured before is of other ones.
     """
 
     def __init__(self, trace: TraceConfig, recorder: Recorder) -> None:
@@ -37,21 +40,24 @@ class RolloutSites:
         self.calls: Counter[tuple[int, Site]] = Counter()
         self._scales: dict[tuple[int, Site], torch.Tensor] = {}
         self._largest: dict[tuple[int, Site], float] = {}
-        self._saturated: dict[tuple[int, Site], torch.Tensor] = {}
+        self.watch = Watch()
+        self.settings_version = 0
         self.quantised_values: Counter[tuple[int, Site]] = Counter()
 
     def begin_rollout(self) -> None:
         """Begins to count anew."""
         self.calls.clear()
-        self._saturated.clear()
+        self.watch.clear()
         self.quantised_values.clear()
 
     def saturated_values(self) -> dict[tuple[int, Site], int]:
         """Gives by place with a static scale the values beyond the largest that it has."""
-        return {place: int(count) for place, count in self._saturated.items()}
+        beyond = self.watch.beyond()
+        return {place: beyond.get(place, 0) for place in self.quantised_values}
 
     def use(self, settings: QuantizerSettings) -> None:
         """Takes the global scales of every place from the settings."""
+        self.settings_version += 1
         self._scales = {
             place: torch.tensor(scale, dtype=torch.float32, device=torch.cuda.current_device())
             for place, scale in settings.global_scales.items()
@@ -69,25 +75,37 @@ class RolloutSites:
         """Gives the FP32 global scale of a place, 0-d; None if its format has none."""
         return self._scales[layer, site] if self.format_of(site).has_global_scale else None
 
-    def begin(self, layer: int, site: Site, x: torch.Tensor) -> None:
-        """Counts a quantiser's call, checks its input and watches it for saturation.
+    def begin(
+        self,
+        layer: int,
+        site: Site,
+        x: torch.Tensor,
+        *,
+        rows_of_token: int = 1,
+        tokens: torch.Tensor | None = None,
+    ) -> None:
+        """Counts a quantiser's call and watches its input: saturation, NaN, Inf.
 
         Args:
             layer: Decoder layer.
-            site: fc1, k or v.
-            x: BF16 [N, K], a row per token of the step in its order, padding last.
+            site: Site.
+            x: BF16 [N, K], `rows_of_token` rows of each token of the step, padding included.
+            rows_of_token: 1, or at fc2 the expert slots of a token.
+            tokens: int64 [N], the token of each row; None if the rows are in the tokens' order.
 
         Raises:
-            RuntimeError: A value is NaN or Inf, if the settings ask for the check.
+            RuntimeError: Outside a step, a value is NaN or Inf, if the settings ask for the check.
         """
-        self.calls[layer, site] += 1
-        self.check_finite(layer, site, x)
-        num_rows = self.recorder.num_rows
-        self._watch(layer, site, x if num_rows is None else x[:num_rows])
+        place = layer, site
+        self.calls[place] += 1
+        largest, num_rows = self._largest.get(place), self.recorder.num_rows
+        if largest is not None:
+            num_real = len(x) if num_rows is None else num_rows * rows_of_token
+            self.quantised_values[place] += num_real * x.shape[1]
+        of_rows = None if tokens is None else lambda: tokens
+        self._observe(place, x, largest, rows_of_token=rows_of_token, tokens=of_rows)
 
-    def record(
-        self, layer: int, site: Site, x: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def record(self, layer: int, site: Site, x: torch.Tensor) -> torch.Tensor:
         """Quantises the rows of the running step once each, and records what came out.
 
         Args:
@@ -96,22 +114,59 @@ class RolloutSites:
             x: BF16 [N, K], a row per token of the step in its order, padding last.
 
         Returns:
-            y: BF16 [N, K], fake-quantised.
-            packed_codes: uint8 [N, K * bits of a code / 8].
-            scale_bytes: uint8 [N, B].
+            BF16 [N, K], fake-quantised.
         """
         self.begin(layer, site, x)
-        number_format = self.format_of(site)
-        y, packed_codes, scale_bytes = ops.rtn_record(
+        y, hint, scale_bytes = self.quantised(layer, site, x)
+        if hint is not None and scale_bytes is not None:
+            self.recorder.put_hint(layer, site, hint, scale_bytes)
+        return y
+
+    def quantised(
+        self, layer: int, site: Site, x: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """Gives fake-quantised rows, and what is recorded of them if the place is recorded.
+
+        Args:
+            layer: Decoder layer.
+            site: Site.
+            x: BF16 [N, K].
+
+        Returns:
+            y: BF16 [N, K].
+            hint: uint8 [N, bytes], of as many bits as are kept; None if nothing is recorded.
+            scale_bytes: uint8 [N, B]; None likewise.
+        """
+        number_format, scale = self.format_of(site), self.scale(layer, site)
+        implementation = self.trace.implementation
+        if not self.recorder.keeps(layer, site):
+            y = ops.rtn(
+                x,
+                scale,
+                number_format=number_format,
+                dtype=OPERAND_DTYPE,
+                implementation=implementation,
+            )
+            return y, None, None
+        return ops.rtn_record(
             x,
-            self.scale(layer, site),
-            num_bits=number_format.code_bits,
+            scale,
+            num_bits=stored_bits(number_format, self.trace.recorded_bits),
             number_format=number_format,
             dtype=OPERAND_DTYPE,
-            implementation=self.trace.implementation,
+            implementation=implementation,
         )
-        self.recorder.put(layer, site, packed_codes, scale_bytes)
-        return y, packed_codes, scale_bytes
+
+    def require_finite(self) -> None:
+        """Checks what was watched of the running step, if the settings ask for it.
+
+        Raises:
+            RuntimeError: A value was NaN or Inf; names layer, site and sample.
+        """
+        found = self.watch.first_bad() if self.trace.check_finite else None
+        if found is not None:
+            (layer, site), token, count = found
+            raise RuntimeError(self._not_finite(layer, Site(site), token, count))
 
     def quantise_slots(
         self,
@@ -119,7 +174,7 @@ class RolloutSites:
         site: Site,
         x: torch.Tensor,
         *,
-        row_of: Callable[[int], int],
+        tokens: Callable[[], torch.Tensor],
         slots: Callable[[], tuple[torch.Tensor, torch.Tensor]],
         num_slots: int,
     ) -> torch.Tensor:
@@ -129,75 +184,67 @@ class RolloutSites:
             layer: Decoder layer.
             site: fc2.
             x: BF16 [N, K], a row per (token, expert slot) that the expert computes.
-            row_of: Gives the token's row in the step for a row of x, for error messages.
+            tokens: Gives the token's row in the step for each row of x, int64 [N].
             slots: Gives token and slot of the rows of x, int64 [N] each; called if recorded.
             num_slots: Expert slots of a token.
 
         Returns:
             BF16 [N, K], fake-quantised.
         """
-        self.calls[layer, site] += 1
-        self.check_finite(layer, site, x, row_of)
-        self._watch(layer, site, x)
-        scale, number_format = self.scale(layer, site), self.format_of(site)
-        implementation = self.trace.implementation
-        if not self.recorder.keeps(layer, site):
-            return ops.rtn(
-                x,
-                scale,
-                number_format=number_format,
-                dtype=OPERAND_DTYPE,
-                implementation=implementation,
+        place = layer, site
+        self.calls[place] += 1
+        largest = self._largest.get(place)
+        if largest is not None:
+            # Rows of padding are among them, which Megatron's experts compute too.
+            self.quantised_values[place] += x.numel()
+        self._observe(place, x, largest, tokens=tokens)
+        y, hint, scale_bytes = self.quantised(layer, site, x)
+        if hint is not None and scale_bytes is not None:
+            self.recorder.put_slots(
+                layer, site, hint, scale_bytes, slots=slots(), num_slots=num_slots
             )
-        y, packed_codes, scale_bytes = ops.rtn_record(
-            x,
-            scale,
-            num_bits=number_format.code_bits,
-            number_format=number_format,
-            dtype=OPERAND_DTYPE,
-            implementation=implementation,
-        )
-        self.recorder.put_slots(
-            layer, site, packed_codes, scale_bytes, slots=slots(), num_slots=num_slots
-        )
         return y
 
-    def _watch(self, layer: int, site: Site, x: torch.Tensor) -> None:
-        """Counts values of x, [N, K], beyond the largest that a static scale has.
-
-        At fc2 rows of padding are among them, which Megatron's experts compute too.
-        """
-        largest = self._largest.get((layer, site))
-        if largest is None:
-            return
-        self.quantised_values[layer, site] += x.numel()
-        count = (x.abs() > largest).sum()
-        before = self._saturated.get((layer, site))
-        self._saturated[layer, site] = count if before is None else before + count
-
-    def check_finite(
-        self, layer: int, site: Site, x: torch.Tensor, row_of: Callable[[int], int] | None = None
-    ) -> None:
-        """Checks the rows of x, [N, K], if the settings ask for it; padding rows do not count.
+    def check_finite(self, layer: int, site: Site, x: torch.Tensor) -> None:
+        """Watches rows that are not quantised for NaN and Inf.
 
         Args:
             layer: Decoder layer.
             site: Site.
-            x: The values.
-            row_of: Gives the token's row in the step for a row of x; None if they are the same.
+            x: [N, K], a row per token of the step in its order, padding last.
 
         Raises:
-            RuntimeError: A value is NaN or Inf; names layer, site and sample.
+            RuntimeError: Outside a step, a value is NaN or Inf, if the settings ask for the check.
         """
-        if not self.trace.check_finite or torch.isfinite(x).all():
-            return
-        bad = (~torch.isfinite(x)).any(-1).nonzero()[:, 0].tolist()
-        tokens = [row if row_of is None else row_of(row) for row in bad]
-        num_rows = self.recorder.num_rows
-        tokens = [token for token in tokens if num_rows is None or token < num_rows]
-        if tokens:
-            raise RuntimeError(
-                f"NaN or Inf activation in the rollout at layer {layer}, site {site}, "
-                f"{self.recorder.sample_of_row(tokens[0])} ({len(tokens)} of {len(x)} rows); "
-                "check the weights that were pushed"
+        self._observe((layer, site), x, None)
+
+    def _observe(
+        self,
+        place: tuple[int, Site],
+        x: torch.Tensor,
+        largest: float | None,
+        *,
+        rows_of_token: int = 1,
+        tokens: Callable[[], torch.Tensor] | None = None,
+    ) -> None:
+        """Watches rows in a step of the engine; outside of one, checks them at once."""
+        finite = self.trace.check_finite
+        if self.recorder.num_rows is not None:
+            self.watch.observe(
+                place,
+                x,
+                largest=largest,
+                finite=finite,
+                tokens=None if tokens is None else tokens(),
+                rows_of_token=rows_of_token,
             )
+        elif finite and not torch.isfinite(x).all():
+            rows = (~torch.isfinite(x)).any(-1).nonzero()[:, 0]
+            raise RuntimeError(self._not_finite(*place, int(rows[0]), len(rows)))
+
+    def _not_finite(self, layer: int, site: Site, token: int, count: int) -> str:
+        return (
+            f"NaN or Inf activation in the rollout at layer {layer}, site {site}, "
+            f"{self.recorder.sample_of_row(token)} ({count} rows); check the weights that were "
+            "pushed"
+        )

@@ -37,12 +37,27 @@ class ExactProducts(TorchFunctionMode):
     ) -> Any:
         """Calls a function of torch, on FP64 if it is a product."""
         kwargs = kwargs or {}
+        if func is torch._grouped_mm:  # pyright: ignore[reportPrivateImportUsage]
+            return _grouped_mm(*args, **kwargs)
         if func not in _PRODUCTS:
             return func(*args, **kwargs)
         dtype, out = args[0].dtype, kwargs.pop("out", None)
         args, kwargs = tree_map(_in_fp64, (args, kwargs))
         result = func(*args, **kwargs).to(dtype)
         return result if out is None else out.copy_(result)
+
+
+def _grouped_mm(
+    rows: torch.Tensor, weights: torch.Tensor, *, offs: torch.Tensor, **others: None
+) -> torch.Tensor:
+    """Gives rows [N, K] of one matrix [K, M] after those of another, times theirs; ends in offs."""
+    assert not any(others.values()), "no bias, no other dtype"
+    bounds = [0, *offs.tolist()]
+    parts = [
+        rows[start:end].double() @ matrix.double()
+        for start, end, matrix in zip(bounds, bounds[1:], weights, strict=False)
+    ]
+    return torch.cat(parts).to(rows.dtype)
 
 
 def _in_fp64(value: Any) -> Any:

@@ -62,7 +62,7 @@ def test_hints_are_the_same_whether_full_codes_are_recorded_too(weights, bits, s
                 assert torch.equal(hint.payload, other.payload), (layer, site)
                 assert torch.equal(hint.scale_bytes, other.scale_bytes), (layer, site)
     # Of fc1's 128 values a row, codes take 64 bytes.
-    assert engine._recorder._pages[0, Site.FC1][0].shape[2] == 128 * bits // 8
+    assert engine._recorder.kept_bytes((0, Site.FC1))[0] == 128 * bits // 8
 
 
 def test_the_same_seed_gives_the_same_rollout_and_another_seed_another(trace_engine):

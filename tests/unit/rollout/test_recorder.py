@@ -11,12 +11,11 @@ from megatron_trace.rollout.recorder import Recorder
 PLACE = (3, Site.FC1)
 FC2 = (3, Site.FC2)
 PAGES, PAGE_TOKENS = 5, 4
-PADDING_PAGE = PAGES - 1
 
 
 def _recorder(places=(PLACE,), *, keep: bool = True) -> Recorder:
     recorder = Recorder(places)
-    recorder.reserve(PAGES, PAGE_TOKENS)
+    recorder.reserve(PAGES, PAGE_TOKENS, largest_step=8)
     recorder.start({10: "a", 11: "b"}, keep=keep)
     return recorder
 
@@ -27,9 +26,9 @@ def _begin(recorder: Recorder, rows: list[tuple[int, int]], places, padding: int
         torch.tensor(column, dtype=torch.int32) for column in zip(*rows, strict=True)
     )
     pages, offsets = (
-        torch.tensor(column) for column in zip(*places, *[(PADDING_PAGE, 0)] * padding, strict=True)
+        torch.tensor(column, dtype=torch.int32) for column in zip(*places, strict=True)
     )
-    recorder.begin_step(requests, positions, pages, offsets)
+    recorder.begin_step(requests, positions, pages, offsets, num_padded=len(rows) + padding)
     requests.fill_(-1)  # the engine reuses its buffers
 
 
@@ -58,11 +57,12 @@ def test_rows_are_found_where_their_tokens_are_cached():
     assert _rows(recorder, [(0, 0), (0, 1)])[0] == [[30, 31], [40, 41]]
 
 
-def test_padding_goes_to_its_own_page():
+def test_padding_is_kept_nowhere():
     recorder = _recorder()
     _begin(recorder, [(10, 0)], [(0, 0)], padding=3)
     _put(recorder, [1, 7, 8, 9])
-    every = [(page, offset) for page in range(PADDING_PAGE) for offset in range(PAGE_TOKENS)]
+    recorder.end_step()
+    every = [(page, offset) for page in range(PAGES) for offset in range(PAGE_TOKENS)]
     assert _rows(recorder, every)[0] == [[1, 2]] + [[0, 0]] * (len(every) - 1)
 
 
@@ -70,6 +70,7 @@ def test_rows_are_put_back_at_other_places():
     recorder = _recorder()
     _begin(recorder, [(10, 0), (10, 1)], [(0, 0), (0, 1)])
     _put(recorder, [1, 2])
+    recorder.end_step()
     pages, offsets = torch.tensor([0, 0]), torch.tensor([0, 1])
     saved = recorder.rows(PLACE, pages, offsets)
     recorder.restore(PLACE, pages + 3, offsets + 2, saved)
@@ -78,10 +79,11 @@ def test_rows_are_put_back_at_other_places():
 
 def test_what_is_kept_of_codes_may_be_narrower():
     recorder = Recorder([PLACE], narrowed=lambda site, codes: codes[:, :1] + (site == Site.FC1))
-    recorder.reserve(PAGES, PAGE_TOKENS)
+    recorder.reserve(PAGES, PAGE_TOKENS, largest_step=8)
     recorder.start({10: "a"}, keep=True)
     _begin(recorder, [(10, 0), (10, 1)], [(0, 0), (0, 1)])
     _put(recorder, [10, 20])
+    recorder.end_step()
     assert _rows(recorder, [(0, 0), (0, 1)]) == ([[11], [21]], [[110, 111], [120, 121]])
 
 

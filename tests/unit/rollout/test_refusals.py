@@ -162,7 +162,7 @@ def test_a_nan_names_layer_site_and_sample_and_the_engine_works_again(request, m
     engine.push_weights(_poisoned(weights, EMBEDDING, 7), 1)
     store = HintStore()
     with pytest.raises(
-        RuntimeError, match=r"NaN or Inf .* layer 0, site k, sample s1, position 1 \(1 of"
+        RuntimeError, match=r"NaN or Inf .* layer 0, site k, sample s1, position 1 \(1 rows\)"
     ):
         roll_out(engine, PROMPTS, store=store)
     assert len(store) == 0

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_trace.rollout.row_sampler import RowSampler
+from megatron_trace.rollout.row_sampler import RowSampler, require_finite_logits
 from megatron_trace.rollout.sampling import (
     SamplingSettings,
     draw,
@@ -160,11 +160,17 @@ def test_the_row_of_a_sample_in_the_batch_changes_nothing():
     assert moved.tolist() == tokens[order].tolist()
 
 
-def test_logits_that_are_not_finite_are_refused():
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_logits_that_are_not_finite_are_refused_once_their_tokens_are_read(value):
     logits = torch.zeros(2, 16)
-    logits[1, 3] = torch.nan
+    require_finite_logits(
+        _sampler({0: 1, 1: 2}).sample_kernel(logits, 2, _context([0, 1], offsets=[0, 0]))
+    )
+    logits[1, 3] = value
+    tokens = _sampler({0: 1, 1: 2}).sample_kernel(logits, 2, _context([0, 1], offsets=[0, 0]))
+    assert tokens[0] >= 0
     with pytest.raises(RuntimeError, match="NaN or Inf logits"):
-        RowSampler().sample_kernel(logits, 2, _context([0, 1], offsets=[0, 0]))
+        require_finite_logits(tokens)
 
 
 @pytest.mark.parametrize(
