@@ -31,6 +31,7 @@ import platform
 import statistics
 import subprocess
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,6 +53,7 @@ from megatron_trace.planning.decode_bytes import (
 )
 from megatron_trace.planning.hardware import GIB
 from megatron_trace.planning.sizes import HintChoice, dense_bytes, expert_bytes, hint_bytes
+from megatron_trace.rollout.decode_graphs import DecodeGraphs
 from megatron_trace.rollout.policy import ServedPolicy
 from megatron_trace.rollout.serving import EngineLimits, Server
 from megatron_trace.rollout.weights import quantise_experts
@@ -153,6 +155,7 @@ class Bench:
             "prompt_tokens": options.prompt_tokens,
             "response_tokens": options.response_tokens,
             "check_finite": options.check_finite,
+            "graphs": options.graphs,
         }
 
     def run(self) -> None:
@@ -166,9 +169,9 @@ class Bench:
                 try:
                     self.rows.append(self.measured(policy, case))
                     print(json.dumps(self.rows[-1]), flush=True)
-                except torch.OutOfMemoryError as error:
+                except (RuntimeError, ValueError, TypeError, AssertionError) as error:
                     self.rows.append(dataclasses.asdict(case) | {"error": str(error)[:200]})
-                    print(f"{case}: {error}", flush=True)
+                    traceback.print_exc()
                 self.save()
                 _collect()
             del policy
@@ -184,8 +187,10 @@ class Bench:
                 served = [recording]
                 if recording == on[0] and "off" in recordings and recording != "off":
                     served.insert(0, "off")
-                cases = [Case(mode, r, name) for r in served for name in o.batches]
-                yield Case(mode, recording, "").trace, cases
+                cases: dict[tuple[str, int], Case] = {}
+                for case in (Case(mode, r, name) for r in served for name in o.batches):
+                    cases.setdefault((case.recording, self.batch(case)), case)
+                yield Case(mode, recording, "").trace, list(cases.values())
 
     def policy(self, trace: dict[str, Any]) -> ServedPolicy:
         """Builds the model with random weights, quantised as a push does."""
@@ -231,19 +236,7 @@ class Bench:
         ballast = torch.empty(
             self._missing_bytes(case, batch), dtype=torch.uint8, device=torch.cuda.current_device()
         )
-        server = Server(
-            policy.model,
-            policy.sites,
-            packed=policy.trace.quantises_kv,
-            # No token of the vocabulary ends a response.
-            eod_token=self.whole.vocab_size,
-            limits=EngineLimits(
-                self.sequence_tokens,
-                max_requests=batch,
-                block_size_tokens=self.options.page_tokens,
-                max_step_tokens=max(STEP_TOKENS, batch),
-            ),
-        )
+        server, launched = self._server(policy, batch)
         points = self._points()
         keep = case.recording != "off"
         with LongDecode(server, batch, keep=keep).running() as decode:
@@ -252,11 +245,14 @@ class Bench:
                 for tokens in points
             }
             distinct = decode.distinct_experts()
+            kernels = profiled(decode.step) if self.options.profile else {}
         peak = torch.cuda.max_memory_allocated()
         del ballast, decode, server
         scale = self.whole.num_layers / self.slice.num_layers
         whole_ms = {
-            tokens: step.step_ms + (scale - 1) * step.decoder_ms for tokens, step in steps.items()
+            tokens: step.step_ms
+            + (scale - 1) * (step.step_ms if step.decoder_ms is None else step.decoder_ms)
+            for tokens, step in steps.items()
         }
         mean_ms = _mean(whole_ms)
         floors = {
@@ -267,6 +263,7 @@ class Bench:
         }
         row: dict[str, Any] = dataclasses.asdict(case) | {
             "batch": batch,
+            "graphs": launched,
             "step_ms": {tokens: step.step_ms for tokens, step in steps.items()},
             "decoder_ms": {tokens: step.decoder_ms for tokens, step in steps.items()},
             "whole_ms": whole_ms,
@@ -277,7 +274,10 @@ class Bench:
             * read_share_of_experts(self.whole, batch),
             "peak_GiB": peak / GIB,
             "accounted_GiB": self.accounted_bytes(case, batch) / GIB,
+            "host_hints_GiB": batch * self.sequence_tokens * self._hint_bytes(case) / GIB,
         }
+        if kernels:
+            row["kernels_us"] = kernels
         for name, moved in floors.items():
             floor_ms = moved.total / self.copy_tb_s / 1e9
             row[f"bytes_per_token_{name}"] = moved.total / batch
@@ -285,6 +285,34 @@ class Bench:
             row[f"floor_tokens_per_s_{name}"] = 1000 * batch / floor_ms
             row[f"bytes_{name}"] = dataclasses.asdict(moved)
         return row
+
+    def _server(self, policy: ServedPolicy, batch: int) -> tuple[Server, str]:
+        """Gives a server, and how its decode steps are launched: as asked, or as the engine can."""
+        launched = self.options.graphs
+        if launched == "captured":
+            try:
+                return self._built(policy, batch, DecodeGraphs((batch,))), launched
+            except ValueError as error:
+                print(f"not captured: {error}", flush=True)
+                launched = "padded"
+        graphs = DecodeGraphs((batch,), captured=False) if launched == "padded" else False
+        return self._built(policy, batch, graphs), launched
+
+    def _built(self, policy: ServedPolicy, batch: int, graphs: DecodeGraphs | bool) -> Server:
+        return Server(
+            policy.model,
+            policy.sites,
+            packed=policy.trace.quantises_kv,
+            # No token of the vocabulary ends a response.
+            eod_token=self.whole.vocab_size,
+            limits=EngineLimits(
+                self.sequence_tokens,
+                max_requests=batch,
+                block_size_tokens=self.options.page_tokens,
+                max_step_tokens=max(STEP_TOKENS, batch),
+                cuda_graphs=graphs,
+            ),
+        )
 
     def batch(self, case: Case) -> int:
         """Gives the batch of a case: `equal` is the largest of a BF16 engine without recording."""
@@ -306,12 +334,8 @@ class Bench:
         return weights + RESERVE_BYTES + batch * (sampling + self._sequence_bytes(self.whole, case))
 
     def _sequence_bytes(self, architecture: Architecture, case: Case) -> float:
-        return sequence_bytes(
-            architecture,
-            tokens=self.sequence_tokens,
-            kv_format=case.kv_format,
-            hint_bytes=hint_bytes(architecture, case.hints) if case.hints else 0,
-        )
+        # Hints wait in host memory.
+        return sequence_bytes(architecture, tokens=self.sequence_tokens, kv_format=case.kv_format)
 
     def _missing_bytes(self, case: Case, batch: int) -> int:
         """Gives what the layers that are left out would take."""
@@ -331,8 +355,11 @@ class Bench:
             context=(points[0] + points[-1]) / 2,
             expert_format=expert_format,
             kv_format=case.kv_format,
-            hint_bytes=hint_bytes(self.whole, case.hints) if case.hints else 0,
+            hint_bytes=self._hint_bytes(case),
         )
+
+    def _hint_bytes(self, case: Case) -> int:
+        return hint_bytes(self.whole, case.hints) if case.hints else 0
 
     def _points(self) -> list[int]:
         """Gives the lengths at which steps are timed, from the prompt to the last token."""
@@ -379,6 +406,16 @@ def _settings(policy: ServedPolicy) -> QuantizerSettings:
     )
 
 
+def profiled(function: Callable[[], None]) -> dict[str, float]:
+    """Gives the device's time of a call by kernel, us, the longest ones; `all` is their sum."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        function()
+        torch.cuda.synchronize()
+    times = {event.key: float(event.self_device_time_total) for event in profile.key_averages()}
+    longest = sorted(times, key=lambda name: -times[name])[:14]
+    return {"all": sum(times.values())} | {name[:70]: times[name] for name in longest}
+
+
 def copy_bandwidth(num_bytes: int) -> float:
     """Gives bytes read and written by a large copy, in TB/s."""
     source = torch.ones(num_bytes, dtype=torch.uint8, device=torch.cuda.current_device())
@@ -408,6 +445,7 @@ COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
     "mode": lambda row: row["mode"],
     "recording": lambda row: row["recording"],
     "batch": lambda row: str(row["batch"]),
+    "graphs": lambda row: row["graphs"],
     "tokens/s": lambda row: f"{row['tokens_per_s']:.0f}",
     "ms a step, by context": lambda row: " ".join(f"{ms:.1f}" for ms in row["whole_ms"].values()),
     "of it measured": lambda row: " ".join(f"{ms:.1f}" for ms in row["step_ms"].values()),
@@ -426,7 +464,7 @@ def table(rows: Sequence[dict[str, Any]], *, markdown: bool) -> str:
     cells = [list(COLUMNS)]
     for row in rows:
         if "error" in row:
-            texts = [row["mode"], row["recording"], row["batch_name"], "did not fit"]
+            texts = [row["mode"], row["recording"], row["batch_name"], "failed"]
             cells.append(texts + [""] * (len(COLUMNS) - len(texts)))
         else:
             cells.append([text(row) for text in COLUMNS.values()])
@@ -457,8 +495,15 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--response-tokens", type=int, default=128 << 10)
     parser.add_argument("--points", type=int, default=3, help="lengths that are timed, default 3")
     parser.add_argument("--steps", type=int, default=5, help="timed at each length, default 5")
-    parser.add_argument("--warm-up", type=int, default=2, help="steps before, default 2")
+    parser.add_argument("--warm-up", type=int, default=3, help="steps before, default 3")
     parser.add_argument("--page-tokens", type=int, default=64)
+    parser.add_argument(
+        "--graphs",
+        choices=("captured", "padded", "none"),
+        default="captured",
+        help="decode steps as CUDA graphs (default); the same, kernel by kernel; the plain engine",
+    )
+    parser.add_argument("--profile", action="store_true", help="tell where a step's time goes")
     parser.add_argument("--memory-gib", type=float, help="that an engine may take; default: free")
     parser.add_argument("--check-finite", action="store_true", help="as a training run's engine")
     parser.add_argument("--cpu", action="store_true", help="try the tool without a GPU")

@@ -79,16 +79,12 @@ def decode_bytes(
     )
 
 
-def sequence_bytes(
-    architecture: Architecture, *, tokens: int, kv_format: str | None, hint_bytes: float = 0
-) -> float:
-    """Gives what an engine holds of a sequence: keys and values, states, and hints kept with them.
+def sequence_bytes(architecture: Architecture, *, tokens: int, kv_format: str | None) -> float:
+    """Gives what an engine holds of a sequence: keys, values and states; hints go to the host.
 
     Args:
         architecture: The model.
         tokens: Its length.
         kv_format: Formats of the KV cache; None in BF16.
-        hint_bytes: Hints of a token that stay on the device while the sequence runs.
     """
-    of_token = kv_bytes(architecture, kv_format) + hint_bytes
-    return tokens * of_token + state_bytes(architecture)
+    return tokens * kv_bytes(architecture, kv_format) + state_bytes(architecture)

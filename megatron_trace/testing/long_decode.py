@@ -1,8 +1,8 @@
 """A rollout engine amid samples as long as one likes, whose tokens nobody computed.
 
-Benchmarks of decoding need contexts of 100,000 tokens and more. Here requests begin with one token
-each, get random keys, values and states, and are moved to a length; from there the engine's own
-steps go on: scheduling, forward, recording, sampling, bookkeeping.
+Benchmarks of decoding need contexts of 100,000 tokens and more. Here requests get random keys,
+values and states instead of a prefill, and are moved to a length; from there the engine's own steps
+go on: scheduling, forward, recording, sampling, bookkeeping.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from megatron.core.models.hybrid.hybrid_model import HybridModel
 
 from megatron_trace.models.hybrid import decoder_layers
 from megatron_trace.rollout.context import RolloutContext
@@ -35,11 +34,11 @@ class StepTime:
 
     Attributes:
         step_ms: Of the whole step, until its tokens are on the host.
-        decoder_ms: Of the decoder layers, on the device's clock.
+        decoder_ms: Of the decoder layers, on the device's clock; None if it has no such clock.
     """
 
     step_ms: float
-    decoder_ms: float
+    decoder_ms: float | None
 
 
 class LongDecode:
@@ -54,6 +53,8 @@ class LongDecode:
     def __init__(self, server: Server, batch: int, *, keep: bool) -> None:
         self.server, self.batch, self._keep = server, batch, keep
         self._run: Run | None = None
+        # Events that a captured graph records too.
+        self._events = [torch.cuda.Event(enable_timing=True, external=True) for _ in range(2)]
 
     @contextlib.contextmanager
     def running(self) -> Iterator[LongDecode]:
@@ -62,11 +63,15 @@ class LongDecode:
         names = [f"long-{index}" for index in range(count)]
         prompts = [[index % server.model.vocab_size] for index in range(count)]
         sampling = SamplingSettings(max_new_tokens=server.context.max_sequence_length)
-        with server.computing():
+        with server.computing(), self._timed_decoder():
             self._run = server.begin(sampling=sampling, keep=self._keep)
             server.add(prompts, names, list(range(count)))
+            begin_decoding(server)
+            move_to(server.context, 2)
+            fill_cache(server.context)
             self._run.step()
-            fill_at_random(server.context)
+            # Slots are set to zero in the first step.
+            fill_states(server.context)
             try:
                 yield self
             finally:
@@ -86,20 +91,28 @@ class LongDecode:
         page = context.block_size_tokens
         if warm_up + steps >= page:
             raise ValueError(f"{warm_up} + {steps} steps do not stay within a page of {page}")
-        move_to(context, max(2, context_tokens // page * page + 1))
+        move_to(context, context_tokens // page * page + 1)
         walls, decoders = [], []
-        with _decoder_events(self.server.model) as events:
-            for _ in range(warm_up + steps):
-                torch.cuda.synchronize()
-                started = time.perf_counter()
-                run.step()
-                torch.cuda.synchronize()
-                walls.append(1000 * (time.perf_counter() - started))
-                decoders.append(events[0].elapsed_time(events[1]))
+        for _ in range(warm_up + steps):
+            torch.cuda.synchronize()
+            started = time.perf_counter()
+            run.step()
+            torch.cuda.synchronize()
+            walls.append(1000 * (time.perf_counter() - started))
+            decoders.append(self._decoder_ms())
         active = context.total_request_count - context.paused_request_count
         if active != self.batch:
             raise RuntimeError(f"{active} of {self.batch} requests are still active")
-        return StepTime(statistics.median(walls[warm_up:]), statistics.median(decoders[warm_up:]))
+        of_decoder = [ms for ms in decoders[warm_up:] if ms is not None]
+        return StepTime(
+            statistics.median(walls[warm_up:]),
+            statistics.median(of_decoder) if len(of_decoder) == steps else None,
+        )
+
+    def step(self) -> None:
+        """Does one step more."""
+        assert self._run is not None, "within `running`"
+        self._run.step()
 
     def distinct_experts(self) -> float:
         """Gives the experts that the last step's tokens chose, on average over the layers."""
@@ -108,36 +121,56 @@ class LongDecode:
         chosen = [router.router_replay.get_recorded_indices()[: self.batch] for router in routers]
         return statistics.mean(len(indices.unique()) for indices in chosen)
 
+    @contextlib.contextmanager
+    def _timed_decoder(self) -> Iterator[None]:
+        """Lets the events be recorded before and after the decoder's layers."""
+        begin, end = self._events
+        decoder = cast("torch.nn.Module", self.server.model.decoder)
+        hooks = [
+            decoder.register_forward_pre_hook(lambda *_: begin.record()),
+            decoder.register_forward_hook(lambda *_: end.record()),
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
-@contextlib.contextmanager
-def _decoder_events(model: HybridModel) -> Iterator[tuple[torch.cuda.Event, torch.cuda.Event]]:
-    """Lets events be recorded before and after the decoder's layers."""
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    decoder = cast("torch.nn.Module", model.decoder)
-    hooks = [
-        decoder.register_forward_pre_hook(lambda *_: begin.record()),
-        decoder.register_forward_hook(lambda *_: end.record()),
-    ]
-    try:
-        yield begin, end
-    finally:
-        for hook in hooks:
-            hook.remove()
+    def _decoder_ms(self) -> float | None:
+        begin, end = self._events
+        try:
+            return begin.elapsed_time(end)
+        except RuntimeError:
+            return None
 
 
-@torch.no_grad()
-def fill_at_random(context: RolloutContext) -> None:
-    """Gives every place of the cache keys and values, and every slot states."""
-    with torch.inference_mode():
-        for part in context.memory_buffer.flatten(0, 1):
-            if isinstance(context, PackedKVContext):
-                part.random_(0, 256)
-                context.layout.split(part)[1].fill_(_SCALE_BYTE)
-            else:
-                part.normal_()
-        if context.is_hybrid_model:
-            context.mamba_conv_states.normal_()
-            context.mamba_ssm_states.normal_(std=0.1)
+def begin_decoding(server: Server) -> None:
+    """Takes what waits, of one token each, into the context as if it had been prefilled."""
+    engine, context = cast("Any", server)._engine, server.context
+    engine.schedule_waiting_requests()
+    if engine.waiting_request_ids:
+        raise RuntimeError(f"{len(engine.waiting_request_ids)} requests find no room")
+    context.num_prefill_requests = 0
+    context.request_in_prefill_status_tensor[: context.total_request_count] = 0
+
+
+@torch.inference_mode()
+def fill_cache(context: RolloutContext) -> None:
+    """Gives every place of the cache random keys and values."""
+    for part in context.memory_buffer.flatten(0, 1):
+        if isinstance(context, PackedKVContext):
+            part.random_(0, 256)
+            context.layout.split(part)[1].fill_(_SCALE_BYTE)
+        else:
+            part.normal_()
+
+
+@torch.inference_mode()
+def fill_states(context: RolloutContext) -> None:
+    """Gives every slot random states."""
+    if context.is_hybrid_model:
+        context.mamba_conv_states.normal_()
+        context.mamba_ssm_states.normal_(std=0.1)
 
 
 def move_to(context: RolloutContext, length: int) -> None:
