@@ -1,10 +1,16 @@
-"""Random routed experts in NVFP4, for tests and measurements."""
+"""Random routed experts in NVFP4, and how far the kernel is from the specification."""
 
 from __future__ import annotations
 
 import torch
 
+from megatron_trace.formats import ops
+from megatron_trace.rollout.kernels import experts as kernel
+from megatron_trace.rollout.kernels import experts_reference as reference
 from megatron_trace.rollout.kernels.experts_reference import PackedExperts
+
+# Sums have another order, so that a value next to a rounding boundary of BF16 differs by 2^-8.
+TOLERANCE = 2.0**-7
 
 
 def random_experts(
@@ -70,3 +76,61 @@ def random_routing(
     if skewed:
         experts[::3, -1] = -1
     return experts, probabilities
+
+
+def _difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    """Gives the largest difference over the largest magnitude of its row, NaN at like places."""
+    ours, theirs = ours.float().flatten(0, -2), theirs.float().flatten(0, -2)
+    if (ours.isnan() != theirs.isnan()).any():
+        return float("inf")
+    rows = (ours - theirs).abs().nan_to_num(0.0).amax(-1)
+    largest = theirs.abs().nan_to_num(0.0).amax(-1)
+    return float((rows / largest.clamp(min=1e-30)).max())
+
+
+def compared(
+    x: torch.Tensor, experts: torch.Tensor, probabilities: torch.Tensor, weights: PackedExperts
+) -> dict[str, float]:
+    """Gives how far the kernel is from the specification, stage by stage.
+
+    Args:
+        x: BF16 [T, H].
+        experts: int64 [T, k].
+        probabilities: FP32 [T, k].
+        weights: The experts.
+
+    Returns:
+        `..._differ`: bytes of codes and scales that differ from those of the values that were
+        quantised, and of the output of a second call from the first. `activations`, `output`: the
+        largest difference from what the reference computes of the kernel's own codes, over the
+        largest magnitude of the row; at most TOLERANCE.
+    """
+    ours = kernel.routed_experts(x, experts, probabilities, weights, keep_activations=True)
+    again = kernel.routed_experts(x, experts, probabilities, weights)
+    assert ours.activations is not None, "asked for"
+    routed = experts >= 0
+    activations = reference.expert_activations(ours.fc1_codes, ours.fc1_scales, experts, weights)
+    output = reference.expert_output(
+        ours.fc2_codes, ours.fc2_scales, experts, probabilities, weights
+    )
+    records = (
+        ("fc1", x, ours.fc1_codes, ours.fc1_scales, weights.fc1_input_scale),
+        (
+            "fc2",
+            ours.activations[routed],
+            ours.fc2_codes[routed],
+            ours.fc2_scales[routed],
+            weights.fc2_input_scale,
+        ),
+    )
+    result = {}
+    for site, values, codes, scales, scale in records:
+        expected = ops.encode(values, scale, implementation="torch")
+        result[f"{site}_codes_differ"] = int((codes != expected[0]).sum())
+        result[f"{site}_scales_differ"] = int((scales != expected[1]).sum())
+    result["repeat_differ"] = int(
+        (ours.output.view(torch.int16) != again.output.view(torch.int16)).sum()
+    )
+    result["activations"] = _difference(ours.activations[routed], activations[routed])
+    result["output"] = _difference(ours.output, output)
+    return result

@@ -29,6 +29,10 @@
 #ifndef EXPERT_WARPS
 #define EXPERT_WARPS 12
 #endif
+// Bytes that the L2 cache fetches at a copy's first miss: 0 (what is asked for), 128 or 256.
+#ifndef EXPERT_FETCH
+#define EXPERT_FETCH 256
+#endif
 // What a build leaves out, to measure the rest: 1 decodes nothing, 2 loads no tokens.
 #ifndef EXPERT_CEILING
 #define EXPERT_CEILING 0
@@ -265,8 +269,15 @@ struct Schedule {
 };
 
 __device__ __forceinline__ void copy_16(uint32_t to, const uint8_t* from) {
+#if EXPERT_FETCH == 256
     asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16;" ::"r"(to), "l"(from)
                  : "memory");
+#elif EXPERT_FETCH == 128
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from)
+                 : "memory");
+#else
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+#endif
 }
 
 __device__ __forceinline__ void end_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
