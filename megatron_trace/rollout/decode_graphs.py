@@ -228,19 +228,24 @@ def require_capturable(context: RolloutContext, model: HybridModel) -> None:
     attentions = [layer.attention for layer in decoder_layers(model) if layer.attention is not None]
     kernels = cast("PagedSelfAttention", attentions[0]).kv_attention
     number_format = context.sites.format_of(Site.K)
-    if (
-        not trace.quantises_kv
-        or kernels == "torch"
-        or (number_format.element.code_bits, number_format.scale_encoding) != (4, "e4m3")
-    ):
+    is_e2m1 = (number_format.element.code_bits, number_format.scale_encoding) == (4, "e4m3")
+    if kernels == "torch" or (trace.quantises_kv and not is_e2m1):
         raise ValueError(
             "cuda_graphs needs attention that does not wait for the device, which the kernels over "
-            "packed NVFP4 pages are; got a cache of "
+            "packed NVFP4 pages and over plain ones are; got a cache of "
             f"{number_format.name if trace.quantises_kv else 'plain values'} and "
             f"kv_attention={kernels}"
         )
     if device.type != "cuda":
         raise ValueError(f"cuda_graphs needs a GPU, and the model lies on {device}")
+    if not trace.quantises_kv:
+        # Only here: Triton looks for a GPU driver when it is imported.
+        from megatron_trace.rollout.kernels import plain_attention
+
+        dtype, head_dim = context.memory_buffer.dtype, context.memory_buffer.shape[-1]
+        reason = plain_attention.why_not(head_dim, dtype, device)
+        if reason is not None:
+            raise ValueError(f"cuda_graphs needs the kernel over plain pages: {reason}")
 
 
 def require_static_experts(context: RolloutContext) -> None:

@@ -161,7 +161,7 @@ def _implementation_of_plain(
         # Only here: Triton looks for a GPU driver when it is imported.
         from megatron_trace.rollout.kernels import plain_attention
 
-        reason = plain_attention.why_not(keys, query)
+        reason = plain_attention.why_not(query.shape[-1], keys.stored.dtype, query.device)
     elif reason is None:
         reason = f"it needs a GPU, and the query lies on {query.device}"
     if reason is None:

@@ -23,20 +23,20 @@ _TILES_OF_SPLIT = 4
 _PROGRAMS = 1056
 
 
-def why_not(keys: Pages, query: torch.Tensor) -> str | None:
+def why_not(head_dim: int, dtype: torch.dtype, device: torch.device) -> str | None:
     """Says why `paged_attention` cannot run; None if it can.
 
     Args:
-        keys: Pages that would be read.
-        query: [T, N, D].
+        head_dim: D.
+        dtype: Of the pages.
+        device: Where they lie.
     """
-    if not (query.is_cuda or INTERPRETED):
-        return f"it needs a GPU, and the query lies on {query.device}"
-    head_dim = query.shape[-1]
+    if not (device.type == "cuda" or INTERPRETED):
+        return f"it needs a GPU, and the pages lie on {device}"
     if head_dim < 16 or head_dim & (head_dim - 1):
         return f"head_dim must be a power of two from 16; got {head_dim}"
-    if keys.stored.dtype not in (torch.bfloat16, torch.float16):
-        return f"it reads BF16 and FP16; got {keys.stored.dtype}"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"it reads BF16 and FP16; got {dtype}"
     return None
 
 
@@ -69,7 +69,7 @@ def paged_attention(
     Raises:
         ValueError: It cannot run on these; says why.
     """
-    reason = why_not(keys, query)
+    reason = why_not(query.shape[-1], keys.stored.dtype, query.device)
     if reason is not None:
         raise ValueError(f"implementation triton cannot read these plain pages: {reason}")
     output = torch.zeros_like(query, memory_format=torch.contiguous_format)

@@ -112,7 +112,6 @@ def test_a_nan_in_a_padded_step_names_the_place_and_the_engine_works_again(weigh
     ("options", "message"),
     [
         ({}, "cuda_graphs needs a GPU, and the model lies on cpu"),
-        ({"method": "bf16"}, "attention that does not wait .* got a cache of plain values"),
         ({"number_format": "mxfp4"}, "got a cache of mxfp4 and kv_attention=auto"),
         ({"kv_attention": "torch"}, "got a cache of nvfp4 and kv_attention=torch"),
         ({"method": "quads"}, "cuda_graphs contradicts method=quads"),
