@@ -18,6 +18,7 @@ cpu_runtime.install()
 cpu_pretrain.install()
 
 import copy
+import re
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from pathlib import Path
@@ -246,10 +247,16 @@ def first_weights(
 def latest_checkpoint(load: str) -> tuple[str, int]:
     """Gives the folder of the latest checkpoint below `load`, and its iteration.
 
+    `load` may be the folder of an iteration itself, so that all of several processes take the same
+    one while a run goes on.
+
     Raises:
         FileNotFoundError: There is none.
     """
     tracker = tracker_file(load)
+    itself = re.fullmatch(r"iter_(\d+)|release", Path(load).name)
+    if itself is not None and Path(load).is_dir():
+        return load, int(itself[1] or 0)
     if not Path(tracker).is_file():
         raise FileNotFoundError(
             f"--load {load} has no checkpoint: there is no {tracker}; give the folder that --save "

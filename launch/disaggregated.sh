@@ -2,15 +2,15 @@
 # Training on component 0, rollout on component 1 of a heterogeneous job, at once; samples lag by MAX_LAG steps at most.
 source "$ROOT/launch/common.sh"
 begin
+own_run
 programs
 create_run
 rendezvous
-export RUN
 ((DRY_RUN || $(version) < STEPS_OF_RUN)) || over 0
-HET_GROUP=0 step trainer "$TRAIN_NODES" "$GPUS_PER_NODE" "${TRAINER[@]}"
+HET_GROUP=0 step trainer "$NODES" "$GPUS_PER_NODE" "${TRAINER[@]}"
 trainer=${STEP:-}
 # One worker that is lost for good must not end the others.
-HET_GROUP=1 KILL_ON_BAD_EXIT=0 step rollout "$ROLLOUT_NODES" "${WORKERS_PER_NODE:-$GPUS_PER_NODE}" "${WORKER[@]}"
+HET_GROUP=1 KILL_ON_BAD_EXIT=0 step rollout "$ROLLOUT_NODES" "$WORKERS_PER_NODE" "${WORKER[@]}"
 rollout=${STEP:-}
 ((DRY_RUN)) && over 0
 (

@@ -9,7 +9,8 @@ HF_FOLDER holds the trained weights in BF16, as published; from Megatron's own c
 a push and quantises them; what is written is read again and compared bit by bit.
 
 The checkpoint's input scales are those of `--settings`, a folder of rollouts or a checkpoint with a
-`settings.json`; or, after training in BF16, what the samples of the folder `--calibration` give.
+`settings.json`; or, after training in BF16, what the samples of the folder `--calibration` give:
+of rollouts, or of a run (`rl.exchange`), whose newest batches are taken.
 `--recipe` chooses how the experts' scales are found (`ptq`); h_scale reads those samples too.
 """
 
@@ -21,7 +22,9 @@ from megatron_trace.testing import cpu_runtime
 cpu_runtime.install()
 
 import argparse
+import itertools
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -36,11 +39,12 @@ from megatron_trace.conversion.published_folder import PublishedFolder, publishe
 from megatron_trace.conversion.weight_rows import PublishedNames, weight_rows
 from megatron_trace.hints.files import HintFiles
 from megatron_trace.hints.settings_file import load_settings
-from megatron_trace.hints.types import QuantizerSettings
+from megatron_trace.hints.types import QuantizerSettings, RolloutSample
 from megatron_trace.hints.weight_digest import combine_digests, matrix_digest
 from megatron_trace.models.local_config import architecture_config
 from megatron_trace.ptq.hessian import calibrate_with_hessians
 from megatron_trace.ptq.recipes import RECIPES, Recipe
+from megatron_trace.rl.exchange import RUN_FILE, Exchange
 from megatron_trace.rollout import RolloutEngine
 from megatron_trace.testing.single_process import single_process
 
@@ -90,16 +94,37 @@ def main() -> None:
 
 
 def sample_tokens(folder: Path, num_samples: int) -> list[torch.Tensor]:
-    """Gives prompt and response of the first samples of a folder, int64 [1, S] each.
+    """Gives prompt and response of samples of a folder, int64 [1, S] each.
+
+    Args:
+        folder: Folder of rollouts, of which the first ones are taken; or of a run, of which those
+            of the newest batches are.
+        num_samples: Most of them.
 
     Raises:
         ValueError: There is none.
     """
-    files = HintFiles(folder)
-    samples = [files.sample(name) for name in files.sample_ids()[:num_samples]]
+    if (folder / RUN_FILE).is_file():
+        samples = list(itertools.islice(_newest_samples(Exchange(folder)), num_samples))
+    else:
+        files = HintFiles(folder)
+        samples = [files.sample(name) for name in files.sample_ids()[:num_samples]]
     if not samples:
         raise ValueError(f"{folder} has no sample to calibrate with")
     return [torch.tensor([[*one.prompt_tokens, *one.response_tokens]]) for one in samples]
+
+
+def _newest_samples(run: Exchange) -> Iterator[RolloutSample]:
+    """Yields the samples of a run that its workers have not removed yet, newest batch first."""
+    for number in reversed(range(run.settings.num_batches)):
+        if not run.is_complete(number):
+            continue
+        batch = run.batch(number)
+        files = HintFiles(run.folder / batch.folder)
+        there = set(files.sample_ids())
+        for reward in batch.rewards:
+            if reward.sample_id in there:
+                yield files.sample(reward.sample_id)
 
 
 def serving_engine(

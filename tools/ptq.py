@@ -31,7 +31,6 @@ import contextlib
 import dataclasses
 import hashlib
 import json
-import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -43,6 +42,7 @@ import torch
 from megatron_trace.config import TraceConfig
 from megatron_trace.formats.packed_matrix import PackedMatrix
 from megatron_trace.models.hybrid import named_expert_linears
+from megatron_trace.ptq.comparison import HEADS, REFERENCE, Comparison, aligned
 from megatron_trace.ptq.hessian import LocalHessian, calibrate_with_hessians
 from megatron_trace.ptq.recipes import RECIPES
 from megatron_trace.ptq.weights import block_errors
@@ -55,50 +55,27 @@ from megatron_trace.rollout.engine import RolloutEngine
 from megatron_trace.rollout.weights import MatrixPlace
 from megatron_trace.testing.single_process import single_process, tiny_moe_config
 
-_Z = 1.959964
-_HEADS: tuple[str, ...] = (
-    "recipe",
-    "right",
-    "accuracy",
-    "95%",
-    "lost",
-    "gained",
-    "p",
-    "weights",
-    "outputs",
-    "s",
-)
 
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Result:
     """What one recipe showed.
 
     Attributes:
-        recipe: Its name; `bf16` is the policy as it was trained.
-        right: Problems that were solved.
-        asked: Problems that were asked.
-        low: Lower end of the 95 % interval of the share (Wilson).
-        high: Upper end.
-        lost: Problems solved in BF16 only.
-        gained: Problems solved under the recipe only.
-        p: Of the exact sign test on these two; 1 without any.
+        answers: Its answers, against those in BF16.
         weight_error: Squared error of the experts' weights.
         output_error: The same, weighted by the Hessians.
         seconds: Of choosing scales and pushing.
     """
 
-    recipe: str
-    right: int
-    asked: int
-    low: float
-    high: float
-    lost: int = 0
-    gained: int = 0
-    p: float = 1.0
+    answers: Comparison
     weight_error: float = 0.0
     output_error: float = 0.0
     seconds: float = 0.0
+
+    def record(self) -> dict[str, Any]:
+        """Gives it flat, for JSON."""
+        own = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return dataclasses.asdict(own.pop("answers")) | own
 
 
 def main() -> None:
@@ -134,7 +111,7 @@ def main() -> None:
             )
         print(table(results))
         output = args.output or args.run / "ptq.json"
-        output.write_text(json.dumps([dataclasses.asdict(r) for r in results], indent=1) + "\n")
+        output.write_text(json.dumps([r.record() for r in results], indent=1) + "\n")
     except (OSError, ValueError) as error:
         raise SystemExit(f"error: {error}") from None
     print(f"{output} holds the same")
@@ -206,7 +183,7 @@ def _compare(
     run.engine = _engine(run, identity["pattern"], TraceConfig(method="bf16"))
     run.engine.push_weights(weights, policy_version=0)
     in_bf16 = solved(run, held_out)
-    results = [_result("bf16", in_bf16)]
+    results = [Result(answers=Comparison.of(REFERENCE, in_bf16, in_bf16))]
     engine = run.engine = _engine(run, identity["pattern"], trace, keep=True)
     engine.load_weights(weights)
     calibration = calibration_batches(run.items, run.tokenizer, num_samples=num_calibration)
@@ -216,15 +193,10 @@ def _compare(
         engine.push_weights(weights, policy_version=0, rule=RECIPES[name].rule(hessians))
         seconds = time.perf_counter() - started
         answers = solved(run, held_out)
-        lost = sum(before and not after for before, after in zip(in_bf16, answers, strict=True))
-        gained = sum(after and not before for before, after in zip(in_bf16, answers, strict=True))
         weight_error, output_error = _errors(engine, weights, hessians)
         results.append(
-            dataclasses.replace(
-                _result(name, answers),
-                lost=lost,
-                gained=gained,
-                p=sign_test(lost, gained),
+            Result(
+                answers=Comparison.of(name, answers, in_bf16),
                 weight_error=weight_error,
                 output_error=output_error,
                 seconds=seconds,
@@ -235,47 +207,15 @@ def _compare(
 
 def table(results: Sequence[Result]) -> str:
     """Gives the results as text; errors as shares of vanilla's, or as they are without it."""
-    vanilla = next((r for r in results if r.recipe == "vanilla"), None)
-    rows = [list(_HEADS)]
+    vanilla = next((r for r in results if r.answers.recipe == "vanilla"), None)
+    rows = [[*HEADS, "weights", "outputs", "s"]]
     for r in results:
-        row = [r.recipe, f"{r.right}/{r.asked}", f"{r.right / r.asked:.3f}"]
-        row += [f"{r.low:.3f}-{r.high:.3f}"]
-        if r.recipe == "bf16":
-            rows.append([*row, "", "", "", "", "", ""])
-            continue
         errors = [r.weight_error, r.output_error]
         if vanilla is not None:
             errors = [r.weight_error / vanilla.weight_error, r.output_error / vanilla.output_error]
-        row += [str(r.lost), str(r.gained), f"{r.p:.3f}", *(f"{e:.4g}" for e in errors)]
-        rows.append([*row, f"{r.seconds:.1f}"])
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return "\n".join(
-        "  ".join(
-            cell.rjust(width) if column else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    )
-
-
-def sign_test(lost: int, gained: int) -> float:
-    """Gives the two-sided probability of a split at least as uneven, if both were as likely."""
-    total, least = lost + gained, min(lost, gained)
-    tail = sum(math.comb(total, k) for k in range(least + 1)) / 2**total
-    return min(1.0, 2 * tail)
-
-
-def wilson(right: int, asked: int) -> tuple[float, float]:
-    """Gives the 95 % interval of a share by Wilson's score."""
-    share, z2 = right / asked, _Z**2
-    middle = (share + z2 / (2 * asked)) / (1 + z2 / asked)
-    half = _Z * math.sqrt(share * (1 - share) / asked + z2 / (4 * asked**2)) / (1 + z2 / asked)
-    return max(0.0, middle - half), min(1.0, middle + half)
-
-
-def _result(recipe: str, answers: Sequence[bool]) -> Result:
-    low, high = wilson(sum(answers), len(answers))
-    return Result(recipe, sum(answers), len(answers), low, high)
+        own = [*(f"{e:.4g}" for e in errors), f"{r.seconds:.1f}"]
+        rows.append([*r.answers.cells(), *(own if r.answers.recipe != REFERENCE else ["", "", ""])])
+    return aligned(rows)
 
 
 def _require_same_tasks(path: Path, identity: Mapping[str, Any]) -> None:

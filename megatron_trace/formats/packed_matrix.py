@@ -29,3 +29,9 @@ class PackedMatrix:
         return PackedMatrix(
             self.packed_codes[start:stop], self.scale_bytes[start:stop], self.global_scale
         )
+
+    def to(self, device: torch.device) -> PackedMatrix:
+        """Gives the matrix on a device."""
+        return PackedMatrix(
+            self.packed_codes.to(device), self.scale_bytes.to(device), self.global_scale.to(device)
+        )

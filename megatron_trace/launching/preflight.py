@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 
 from megatron_trace.formats.number_format import FORMAT_SETS
 from megatron_trace.hints.types import Site, site_format
@@ -23,14 +24,15 @@ class Job:
         gpus_per_node: GPUs of a node; ranks of a node where there are none.
         slurm_nodes: Nodes that Slurm gave, of both components.
         visible_devices: CUDA_VISIBLE_DEVICES.
-        gpus_found: GPUs that the driver shows on this node.
         steps_kept: Steps whose hints are on disk at a time.
         samples_per_step: Samples of a step.
-        free_disk_bytes: Free where the run's folder is.
+        free_disk_bytes: Free where the run's folder is, or taken by hints that the run drops.
         host_memory_bytes: Memory of a node.
         time_limit_s: Time limit of the job.
         signal_s: Seconds before the limit at which the job is told to save.
         step_s: Seconds that a step takes, with its checkpoint, as far as one knows.
+        needed: Files and folders that must be there, by the name of the setting that names them.
+        export_bytes: What the job exports, upper bound.
     """
 
     training_nodes: int
@@ -38,7 +40,6 @@ class Job:
     gpus_per_node: int = 8
     slurm_nodes: int | None = None
     visible_devices: str | None = None
-    gpus_found: int | None = None
     steps_kept: int = 2
     samples_per_step: int | None = None
     free_disk_bytes: int | None = None
@@ -46,11 +47,13 @@ class Job:
     time_limit_s: float | None = None
     signal_s: float = 300.0
     step_s: float = 0.0
+    needed: Mapping[str, Path] = field(default_factory=dict)
+    export_bytes: int = 0
 
 
 def reasons_against(job: Job, flags: RunFlags) -> list[str]:
     """Gives why the job cannot run as asked for; nothing if nothing speaks against it."""
-    checks = (_layout, _devices, _divisibility, _batch, _storage, _time)
+    checks = (_paths, _layout, _devices, _divisibility, _batch, _storage, _time)
     return [reason for check in checks for reason in check(job, flags)]
 
 
@@ -83,6 +86,12 @@ def hint_bytes_per_token(flags: RunFlags) -> int:
         for site in flags.trace_hint_sites
         for values, layers in [widths[site]]
     )
+
+
+def _paths(job: Job, flags: RunFlags) -> Iterator[str]:
+    for name, path in job.needed.items():
+        if not path.exists():
+            yield f"{name}={path} does not exist: correct it in the run's file of settings"
 
 
 def _layout(job: Job, flags: RunFlags) -> Iterator[str]:
@@ -127,11 +136,14 @@ def _devices(job: Job, flags: RunFlags) -> Iterator[str]:
                 f"CUDA_VISIBLE_DEVICES={job.visible_devices} shows {len(devices)} GPUs, but "
                 f"GPUS_PER_NODE={job.gpus_per_node} processes would share them"
             )
-    if job.gpus_found is not None and job.gpus_found < job.gpus_per_node:
-        yield (
-            f"this node shows {job.gpus_found} GPUs, but GPUS_PER_NODE={job.gpus_per_node}: a "
-            "driver that lost one, or another partition than was meant"
-        )
+        ranks = job.training_nodes * job.gpus_per_node
+        trains = flags.global_batch_size is not None
+        if trains and ranks > 1 and any(device.startswith("MIG") for device in devices):
+            yield (
+                f"CUDA_VISIBLE_DEVICES={job.visible_devices} shows parts of GPUs (MIG), between "
+                f"which NCCL does not communicate, but the training has {ranks} ranks: ask for "
+                "whole GPUs, or train on one rank"
+            )
 
 
 def _divisibility(job: Job, flags: RunFlags) -> Iterator[str]:
@@ -210,6 +222,11 @@ def _batch(job: Job, flags: RunFlags) -> Iterator[str]:
 
 
 def _storage(job: Job, flags: RunFlags) -> Iterator[str]:
+    if job.free_disk_bytes is not None and job.export_bytes > job.free_disk_bytes:
+        yield (
+            f"what is exported takes up to {job.export_bytes / GIB:.3g} GiB, and the run's folder "
+            f"has {job.free_disk_bytes / GIB:.3g} free: ask for fewer recipes, or use another disk"
+        )
     samples = job.samples_per_step or flags.global_batch_size or 0
     needed = hint_bytes_per_token(flags) * flags.seq_length * samples * job.steps_kept
     if job.free_disk_bytes is not None and needed > job.free_disk_bytes:

@@ -16,6 +16,7 @@ import torch
 from megatron_trace.formats.packed_matrix import PackedMatrix
 from megatron_trace.ptq import weights
 from megatron_trace.ptq.hessian import LocalHessian
+from megatron_trace.ptq.recipe_names import RECIPE_NAMES
 from megatron_trace.rollout.weights import MatrixPlace, WeightRule
 
 
@@ -92,3 +93,4 @@ RECIPES = {
         ),
     )
 }
+assert tuple(RECIPES) == RECIPE_NAMES, "one list of names"

@@ -19,7 +19,7 @@ MODEL = """
     --normalization=RMSNorm --position-embedding-type=rope --disable-bias-linear
     --untie-embeddings-and-output-weights --num-experts=8 --moe-router-topk=2
     --moe-ffn-hidden-size=32 --moe-router-dtype=fp32 --seq-length=16 --max-position-embeddings=16
-    --vocab-size=16 --make-vocab-size-divisible-by=16
+    --vocab-size=128 --make-vocab-size-divisible-by=16
 """
 CLUSTER = """\
 PYTHON={python}
@@ -151,4 +151,6 @@ def site(tmp_path_factory):
 @pytest.fixture(scope="module")
 def desk(tmp_path_factory):
     """The same files where there is no Slurm."""
-    return Site(tmp_path_factory.mktemp("desk"))
+    made = Site(tmp_path_factory.mktemp("desk"))
+    (made.folder / "start").mkdir()
+    return made

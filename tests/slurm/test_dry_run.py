@@ -1,19 +1,37 @@
 """launch/submit.sh without Slurm: what it would do, and what it refuses."""
 
 import shlex
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+STEPS = ("export", "evaluate")
+NAME = "model.safetensors"
+
+
+def published(folder):
+    """Makes a folder with one tensor of an expert."""
+    folder.mkdir()
+    save_file({"model.layers.0.mlp.experts.0.up.weight": torch.zeros(16, 16)}, folder / NAME)
 
 
 def test_a_dry_run_prints_the_lines_of_both_components_and_submits_nothing(desk):
     path, run = desk.run_file("dry", max_lag=1, more="ROLLOUT_NODES=2 TRAIN_NODES=1")
     done = desk.submit("disaggregated", path, "--dry-run")
     assert done.returncode == 0, done.stderr
-    sbatch, create, trainer, rollout = map(shlex.split, done.stdout.splitlines())
+    lines = list(map(shlex.split, done.stdout.splitlines()))
+    sbatch, on_training, on_rollout, create, trainer, rollout = lines
     assert {"--requeue", "--signal=B:USR1@60"} <= set(sbatch)
     assert [word for word in sbatch if word.startswith("--nodes") or word == ":"] == [
         "--nodes=1",
         ":",
         "--nodes=2",
     ]
+    for words, group, nodes in ((on_training, 0, 1), (on_rollout, 1, 2)):
+        asked = {f"--het-group={group}", f"--nodes={nodes}", f"--ntasks={nodes}", "launch/node.sh"}
+        assert asked <= set(words)
     assert create[1:5] == ["tools/exchange.py", "create", str(run), "--steps"]
     assert {"srun", "--het-group=0", "--kill-on-bad-exit=1", "--ntasks=1"} <= set(trainer)
     assert {"--exit-signal=SIGUSR1", "--global-batch-size=8"} <= set(trainer)
@@ -26,7 +44,7 @@ def test_a_container_is_given_to_every_step(desk):
     path, run = desk.run_file("contained", more=more)
     done = desk.submit("colocated", path, "--dry-run")
     lines = [line for line in done.stdout.splitlines() if line.startswith("srun")]
-    assert len(lines) == 2, done.stderr
+    assert len(lines) == 3, done.stderr
     for words in map(shlex.split, lines):
         assert "--container-image=/images/trace.sqsh" in words
         mounts = next(word for word in words if word.startswith("--container-mounts="))
@@ -38,3 +56,60 @@ def test_a_job_that_cannot_run_is_refused_before_it_is_submitted(desk):
     done = desk.submit("colocated", path)
     assert done.returncode == 1
     assert "--num-experts 8 cannot be divided over 3" in done.stderr
+
+
+def test_a_run_in_two_parts_can_be_evaluated_and_trained_by_turns(desk):
+    more = f"ROLLOUT_NODES=2 TRAIN_NODES=2 EVALUATE_TASKS={desk.folder / 'tasks.jsonl'}"
+    path, _ = desk.run_file("two_parts", more=more)
+    for kind, nodes in (("colocated", 2), ("evaluate", 1)):
+        done = desk.submit(kind, path, "--dry-run")
+        assert done.returncode == 0, done.stderr
+        sbatch = shlex.split(done.stdout.splitlines()[0])
+        assert [word for word in sbatch if word.startswith("--nodes") or word == ":"] == [
+            f"--nodes={nodes}"
+        ]
+
+
+def test_post_training_quantisation_exports_and_evaluates_each_recipe(desk):
+    published(desk.folder / "published")
+    asked = f"EVALUATE_TASKS={desk.folder / 'tasks.jsonl'} PUBLISHED={desk.folder / 'published'}"
+    path, run = desk.run_file("quantised", more=asked + " PTQ_RECIPES='4over6 h_scale'")
+    done = desk.submit("ptq", path, "--dry-run")
+    assert done.returncode == 0, done.stderr
+    lines = list(map(shlex.split, done.stdout.splitlines()))
+    names = [
+        Path(word.partition("=")[2]).name.partition(".")[0]
+        for words in lines[1:]
+        for word in words
+        if word.startswith("--output=")
+    ]
+    recipes = [f"{step}-{recipe}" for recipe in ("4over6", "h_scale") for step in STEPS]
+    assert names == ["nodes", "convert", "evaluate-bf16", *recipes, "compare"]
+    folder = run / "ptq" / "version-latest"
+    evaluated = next(words for words in lines if "--trace-method=qat" in words)
+    assert f"--evaluate-export={folder}/4over6" in evaluated
+    assert not run.exists()
+
+
+def test_a_recipe_that_is_not_known_is_refused(desk):
+    published(desk.folder / "like")
+    asked = f"EVALUATE_TASKS={desk.folder / 'tasks.jsonl'} PUBLISHED={desk.folder / 'like'}"
+    path, _ = desk.run_file("unknown", more=asked + " PTQ_RECIPES=5over7")
+    done = desk.submit("ptq", path)
+    assert done.returncode == 1
+    assert "there is no recipe 5over7; PTQ_RECIPES may name vanilla, 4over6" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("kind", "more", "reason"),
+    [
+        ("evaluate", "", "the job evaluate needs EVALUATE_TASKS in"),
+        ("disaggregated", "", "the job disaggregated needs ROLLOUT_NODES in"),
+        ("colocated", "TASKS=/nowhere", "TASKS=/nowhere does not exist"),
+    ],
+)
+def test_a_setting_that_is_missing_or_wrong_is_named(desk, kind, more, reason):
+    path, _ = desk.run_file(f"missing_{kind}", more=more)
+    done = desk.submit(kind, path)
+    assert done.returncode == 1
+    assert reason in done.stderr

@@ -10,11 +10,16 @@ import torch
 from megatron.core import dist_checkpointing
 
 from megatron_trace.conversion.convert import hf_to_megatron
+from megatron_trace.conversion.published_folder import published_architecture
+from megatron_trace.hints.files import HintFiles
+from megatron_trace.hints.files_writer import HintFilesWriter
 from megatron_trace.hints.settings_file import save_settings
-from megatron_trace.hints.types import QuantizerSettings, Site
+from megatron_trace.hints.types import QuantizerSettings, RolloutSample, Site
 from megatron_trace.rl.exchange import Exchange
+from megatron_trace.rl.hf_tokenizer import HfTokenizer
 from megatron_trace.testing.published_model import published_model
 from megatron_trace.testing.single_process import single_process
+from megatron_trace.testing.tiny_tokenizer import save_tiny_tokenizer
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(1800)]
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
@@ -100,9 +105,58 @@ def test_a_preempted_run_is_requeued_and_ends_with_the_same_bits(site, whole):
         assert torch.equal(tensor, states[1][name]), name
 
 
+REWARD = """
+def score(turns, record):
+    told = turns[-1]["content"]
+    return sum(letter in record["wanted"] for letter in told) / 4
+"""
+
+
+def own_task(folder):
+    """Writes conversations, a tokenizer with a chat template and a reward, and gives settings."""
+    folder.mkdir()
+    save_tiny_tokenizer(folder / "tokenizer")
+    (folder / "rewards.py").write_text(REWARD)
+    (folder / "prompts.jsonl").write_text(
+        "".join(
+            json.dumps({"prompt": [{"role": "user", "content": f"{n}+1="}], "wanted": "0123456789"})
+            + "\n"
+            for n in range(6)
+        )
+    )
+    flags = f"--trace-tokenizer={folder}/tokenizer --trace-reward={folder}/rewards.py:score"
+    return f"TASKS={folder}/prompts.jsonl ROLLOUT_FLAGS+=({flags} --trace-failed-reward=0)"
+
+
+def rewards_by_hand(run, batch, folder):
+    """Gives what the reward function says of the texts of a batch."""
+    scope, tokenizer = {}, HfTokenizer(folder / "tokenizer")
+    exec((folder / "rewards.py").read_text(), scope)
+    files = HintFiles(run / batch.folder)
+    samples = [files.sample(reward.sample_id) for reward in batch.rewards]
+    texts = [tokenizer.decode(list(sample.response_tokens)) for sample in samples]
+    return [scope["score"]([{"content": text}], {"wanted": "0123456789"}) for text in texts]
+
+
+def test_tasks_of_ones_own_train_over_two_nodes(site):
+    folder = site.folder / "own"
+    more = f"TRAIN_NODES=2 PROMPTS_PER_BATCH=1 {own_task(folder)}"
+    path, run = site.run_file("own_run", steps=1, batches=2, more=more)
+    completes(site, site.started("colocated", path), run)
+    exchange = Exchange(run)
+    assert exchange.published_version() == 1
+    batches = [exchange.batch(number) for number in range(2)]
+    for batch in batches:
+        found = [reward.reward for reward in batch.rewards]
+        assert found == pytest.approx(rewards_by_hand(run, batch, folder))
+    trainer = next((run / "logs").glob("job-*/attempt-0/trainer.0.log")).read_text()
+    assert "using world size: 2, data-parallel size: 2" in trainer
+
+
 def test_a_disaggregated_run_replaces_a_lost_worker_and_keeps_what_was_complete(site):
     # A larger rate moves so small a model so far in a step that the guard rejects older hints.
-    more = "ROLLOUT_NODES=1 WORKERS_PER_NODE=2 TRAIN_FLAGS+=(--lr=1e-5)"
+    own = own_task(site.folder / "own_apart")
+    more = f"ROLLOUT_NODES=1 WORKERS_PER_NODE=2 TRAIN_FLAGS+=(--lr=1e-5) {own}"
     path, run = site.run_file("apart", steps=3, batches=2, max_lag=1, more=more)
     job = site.started("disaggregated", path)
     batches = run / "batches"
@@ -136,21 +190,69 @@ def test_an_evaluation_scores_every_prompt(site, whole):
     assert found["accuracy"] == found["right"] / 10
 
 
-def test_an_export_writes_what_the_engine_serves(site):
-    path, run = site.run_file("exported", more=f"PUBLISHED={site.folder / 'published'}")
-    published_model("qwen3_5_moe", site.folder / "published")
-    run.mkdir()
+@pytest.fixture(scope="module")
+def published(site):
+    """A published model, and settings of a run that names its flags."""
+    folder = site.folder / "published"
+    published_model("qwen3_5_moe", folder)
+    flags = " ".join(published_architecture(folder).flags(mtp=False))
+    more = (
+        f"PUBLISHED={folder} MODEL_FLAGS=({flags} @launch/cpu.args @launch/trace.args"
+        " --seq-length=16 --max-position-embeddings=16)"
+    )
+    return folder, more
+
+
+def test_an_export_writes_what_the_engine_serves(site, published):
+    folder, more = published
+    path, run = site.run_file("exported", more=more)
     with single_process(seed=0):
-        hf_to_megatron(site.folder / "published", run / "checkpoints")
+        hf_to_megatron(folder, run / "checkpoints")
     scales = {(layer, part): 0.001 for layer in range(4) for part in (Site.FC1, Site.FC2)}
     kv = {(3, Site.K): 0.01, (3, Site.V): 0.02}
     save_settings(QuantizerSettings(scales | kv, model_id="tiny"), run)
     completes(site, site.started("export", path), run)
-    (export,) = (run / "exports").iterdir()
+    export = run / "exports" / "version-0"
     config = json.loads((export / "nvfp4" / "config.json").read_text())
     assert config["quantization_config"]["quant_algo"] == "NVFP4"
     same = [
-        (folder / "model.safetensors").read_bytes()
-        for folder in (site.folder / "published", export / "bf16")
+        (one / "model.safetensors").read_bytes()
+        for one in (site.folder / "published", export / "bf16")
     ]
     assert same[0] == same[1]
+
+
+def test_post_training_quantisation_serves_what_it_exports(site, published):
+    folder, more = published
+    more += f" EVALUATE_TASKS={site.folder / 'tasks.jsonl'} PTQ_RECIPES='vanilla h_scale'"
+    path, run = site.run_file("quantised", more=f"{more} CALIBRATION={site.folder / 'samples'}")
+    with single_process(seed=0):
+        hf_to_megatron(folder, run / "checkpoints")
+    with HintFilesWriter(site.folder / "samples") as files:
+        files.commit([sample(number) for number in range(8)])
+    job = site.started("ptq", path)
+    completes(site, job, run)
+    output = run / "ptq" / "version-0"
+    results = {one["recipe"]: one for one in json.loads((output / "ptq.json").read_text())}
+    assert list(results) == ["bf16", "vanilla", "h_scale"]
+    for recipe in ("vanilla", "h_scale"):
+        config = json.loads((output / recipe / "hf_quant_config.json").read_text())
+        assert config["quantization"]["kv_cache_quant_algo"] == "NVFP4"
+        log = run / "logs" / f"job-{job}" / "attempt-0" / f"export-{recipe}.0.log"
+        assert f"digest {results[recipe]['weights_digest']}" in log.read_text(), recipe
+    assert results["vanilla"]["weights_digest"] != results["h_scale"]["weights_digest"]
+    assert {one["asked"] for one in results.values()} == {10}
+
+
+def sample(number):
+    """Gives a sample to calibrate with."""
+    return RolloutSample(
+        f"s{number}",
+        prompt_tokens=(1, 2 + number, 3),
+        response_tokens=(4, 5 + number),
+        logprobs=torch.zeros(2),
+        routing=torch.zeros(4, 4, 4, dtype=torch.int16),
+        policy_version=0,
+        settings_digest="",
+        finish_reason="stop",
+    )

@@ -27,7 +27,6 @@ JOB = Job(
     rollout_nodes=2,
     slurm_nodes=6,
     visible_devices="0,1,2,3,4,5,6,7",
-    gpus_found=8,
     samples_per_step=256,
     free_disk_bytes=14_000 * GIB,
     host_memory_bytes=2_000 * GIB,
@@ -51,7 +50,9 @@ def test_a_fitting_job_is_not_refused():
         ("Slurm gave 5 nodes, but the run is for 6", [], {"slurm_nodes": 5}),
         ("0,1,2,3,4,5,6,9 is not contiguous", [], {"visible_devices": "0,1,2,3,4,5,6,9"}),
         ("shows 4 GPUs, but GPUS_PER_NODE=8", [], {"visible_devices": "0,1,2,3"}),
-        ("this node shows 7 GPUs", [], {"gpus_found": 7}),
+        ("shows parts of GPUs (MIG)", [], {"visible_devices": ",".join(["MIG-1"] * 8)}),
+        ("START=/nowhere does not exist", [], {"needed": {"START": Path("/nowhere")}}),
+        ("what is exported takes up to 2e+04 GiB", [], {"export_bytes": 20_000 * GIB}),
         ("leaves a node of 8", ["--tensor-model-parallel-size=16"], {}),
         ("--num-query-groups 2 cannot be divided over 4", ["--tensor-model-parallel-size=4"], {}),
         ("--num-experts 256 cannot be divided over 3", ["--expert-model-parallel-size=3"], {}),
@@ -76,6 +77,12 @@ def test_each_reason_is_a_sentence(reason, more, changes):
         changes = {"training_nodes": 3, "slurm_nodes": 5}
         more = ["--pipeline-model-parallel-size=5"]
     assert any(reason in text for text in reasons(*more, **changes)), reasons(*more, **changes)
+
+
+def test_a_policy_may_answer_on_parts_of_gpus():
+    flags = read_flags([f"@{PRESET}"])  # No batch: nothing is trained.
+    job = Job(training_nodes=1, visible_devices=",".join(f"MIG-{n}" for n in range(8)))
+    assert reasons_against(job, flags) == []
 
 
 @pytest.mark.parametrize("layers", ["all", "latter_half"])

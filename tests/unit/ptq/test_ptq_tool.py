@@ -78,17 +78,3 @@ def test_more_problems_than_were_held_out_are_refused(tool, run_folder, monkeypa
     monkeypatch.setattr(sys, "argv", ["ptq.py", "--run", str(run_folder), "--held-out", "9"])
     with pytest.raises(SystemExit, match="must be 1 to 8"):
         tool.main()
-
-
-@pytest.mark.parametrize(
-    ("lost", "gained", "p"), [(0, 0, 1.0), (5, 0, 2 / 32), (0, 5, 2 / 32), (3, 1, 10 / 16)]
-)
-def test_sign_test_by_hand(tool, lost, gained, p):
-    assert tool.sign_test(lost, gained) == pytest.approx(p)
-
-
-def test_wilsons_interval_by_hand(tool):
-    # 8 of 10: (.8 + .1921 +- 1.96 sqrt(.016 + .0096)) / 1.3841.
-    assert tool.wilson(8, 10) == pytest.approx((0.4902, 0.9433), abs=1e-4)
-    assert tool.wilson(0, 10)[0] == 0.0
-    assert tool.wilson(10, 10)[1] == pytest.approx(1.0)
