@@ -77,6 +77,8 @@ SAMPLING_BYTES = 32
 # The runtime, libraries, activations, what fragmentation wastes.
 RESERVE_BYTES = 3 * GIB
 STEP_TOKENS = 8192
+# Of a case, after which the next one is measured all the same; the program then ends with 1.
+FAILURES = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError)
 
 
 @dataclass(frozen=True)
@@ -169,7 +171,7 @@ class Bench:
                 try:
                     self.rows.append(self.measured(policy, case))
                     print(json.dumps(self.rows[-1]), flush=True)
-                except (RuntimeError, ValueError, TypeError, AssertionError) as error:
+                except FAILURES as error:
                     self.rows.append(dataclasses.asdict(case) | {"error": str(error)[:200]})
                     traceback.print_exc()
                 self.save()
@@ -527,6 +529,9 @@ def main(arguments: list[str] | None = None) -> None:
     print(table(bench.rows, markdown=False))
     if options.markdown:
         options.markdown.write_text(table(bench.rows, markdown=True) + "\n")
+    failed = sum("error" in row for row in bench.rows)
+    if failed:
+        raise SystemExit(f"{failed} of {len(bench.rows)} cases failed")
 
 
 if __name__ == "__main__":

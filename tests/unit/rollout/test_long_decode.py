@@ -1,0 +1,64 @@
+"""A request that is moved to a length computes what one does that came there by itself."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_trace.rollout.sampling import SamplingSettings
+from megatron_trace.rollout.serving import EngineLimits, Server
+from megatron_trace.testing.long_decode import LongDecode, begin_decoding, move_to
+from megatron_trace.testing.tiny_rollout import EOD_TOKEN, MAX_SEQUENCE_LENGTH, tiny_engine
+
+PROMPT = [index % EOD_TOKEN for index in range(21)]
+GREEDY = SamplingSettings(max_new_tokens=40, greedy=True)
+
+
+def _server(engine, max_requests):
+    limits = EngineLimits(
+        MAX_SEQUENCE_LENGTH, max_requests=max_requests, block_size_tokens=16, max_step_tokens=64
+    )
+    packed = engine.trace.quantises_kv
+    return Server(engine.model, engine.sites, packed=packed, eod_token=EOD_TOKEN, limits=limits)
+
+
+@pytest.mark.parametrize("method", ["bf16", "trace"])
+def test_a_moved_request_samples_what_one_does_that_has_been_prefilled(weights, method):
+    engine = tiny_engine(weights, method)
+    grown, moved = _server(engine, 1), _server(engine, 1)
+    run = grown.begin(sampling=GREEDY, keep=False)
+    with grown.computing():
+        grown.add([PROMPT], ["grown"], [0])
+        run.step()
+        first = int(grown.context.token_to_input_ids[0])
+        table = grown.context.request_to_kv_block_ids[0]
+        positions = torch.arange(len(PROMPT))
+        rows = grown.context.stored_rows(table[positions // 16].long(), positions % 16)
+        run.step()
+        expected = int(grown.context.token_to_input_ids[0])
+    grown.reset()
+    other = moved.begin(sampling=GREEDY, keep=False)
+    with moved.computing():
+        moved.add([[first]], ["moved"], [0])
+        begin_decoding(moved)
+        move_to(moved.context, len(PROMPT))
+        table = moved.context.request_to_kv_block_ids[0]
+        places = table[positions // 16].long(), positions % 16
+        moved.context.put_stored_rows(*places, rows)
+        other.step()
+        assert int(moved.context.token_to_input_ids[0]) == expected
+        assert int(moved.context.request_kv_length_offsets[0]) == len(PROMPT) + 1
+    moved.reset()
+
+
+def test_steps_are_timed_where_the_requests_are_said_to_be(trace_engine):
+    server = _server(trace_engine, 3)
+    context = server.context
+    with LongDecode(server, 3, keep=True).running() as decode:
+        for length in (17, 40):
+            time = decode.times(length, warm_up=1, steps=2)
+            assert context.request_kv_length_offsets[:3].tolist() == [length // 16 * 16 + 1 + 3] * 3
+            assert 0 < time.decoder_ms < time.step_ms
+        assert 4 <= decode.distinct_experts() <= 12, "three tokens, four of 16 experts each"
+    tables = context.kv_block_allocator
+    assert tables.total_avail == tables.total_count - 1, "all pages are free again"
