@@ -6,7 +6,7 @@ Legend: S positions, B samples, H hidden size, N rows that the experts receive.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,17 +14,21 @@ from typing import Any
 
 import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from megatron_trace.hints.types import Site
 from megatron_trace.models.hybrid import expert_linears
 from megatron_trace.models.moe import DispatchInputMoELayer, UnweightedSequentialMLP
 from megatron_trace.training.dispatch import dispatch_rows
-from megatron_trace.training.products import quantised_product, weighted_product
+from megatron_trace.training.products import (
+    ExpertWeights,
+    quantised_products,
+    weighted_products,
+)
 from megatron_trace.training.rounding import PackedRows
 from megatron_trace.training.sites import TraceSites
-from megatron_trace.training.slots import SlotRows
-from megatron_trace.training.weights import ExpertWeight, shared_amax
+from megatron_trace.training.weights import ExpertWeight, current_weights, shared_amax
 
 
 @dataclass(frozen=True)
@@ -83,45 +87,21 @@ class ExpertPlace:
         return self.expert, int(dispatcher.routing_map[:, self.expert].nonzero()[row, 0])
 
 
-@dataclass(frozen=True)
-class ExpertRows:
-    """What one expert's linears must know of their rows.
+def row_origin(
+    places: Sequence[ExpertPlace], splits: Sequence[int], row: int
+) -> tuple[int, int | None]:
+    """Gives `ExpertPlace.row_origin` of a row among those of all local experts.
 
-    Attributes:
-        probs: [rows]; the router's probability.
-        slots: Hints of the rows at fc2; None if there are none.
-        packed_input: Codes of fc1's input; None if backward keeps its values.
-        weight_amax: FP32 0-d each; amax of fc1's and fc2's weight over the ranks that split them,
-            None if the expert is whole.
+    Args:
+        places: A linear of each expert.
+        splits: Rows of each expert.
+        row: The row.
     """
-
-    probs: torch.Tensor
-    slots: SlotRows | None
-    packed_input: PackedRows | None
-    weight_amax: Mapping[str, torch.Tensor | None]
-
-
-_EXPERT_ROWS: ContextVar[ExpertRows] = ContextVar("megatron_trace_expert_rows")
-
-
-@contextlib.contextmanager
-def _expert_rows(rows: ExpertRows) -> Iterator[None]:
-    """Tells an expert's linears about their rows; Megatron's MLP passes nothing but values on."""
-    token = _EXPERT_ROWS.set(rows)
-    try:
-        yield
-    finally:
-        _EXPERT_ROWS.reset(token)
-
-
-def _current_rows(place: ExpertPlace) -> ExpertRows:
-    try:
-        return _EXPERT_ROWS.get()
-    except LookupError:
-        raise LookupError(
-            f"{place.matrix} of layer {place.layer}, expert {place.expert} was called by itself: "
-            "the hints and probabilities of its rows are unknown; call the MoE layer"
-        ) from None
+    for place, rows in zip(places, splits, strict=True):
+        if row < rows:
+            return place.row_origin(row)
+        row -= rows
+    raise AssertionError("a row belongs to some expert")
 
 
 def bind_experts(moe: MoELayer, layer: int, sites: TraceSites) -> None:
@@ -172,9 +152,23 @@ class GuidedMoELayer(DispatchInputMoELayer):
 
 
 class GuidedExperts(UnweightedSequentialMLP):
-    """Experts whose fc2 input is rounded by the hints of its (token, expert slot) rows."""
+    """Local experts whose fc2 input is rounded by the hints of its (token, expert slot) rows.
+
+    The rows of all experts are activated and rounded together: on a GPU, hundreds of experts would
+    wait for as many small kernels, and for the host.
+    """
 
     place: ExpertsPlace | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # Not a submodule: it has nothing that a checkpoint could hold.
+        self._activations = (_activation_like(self.local_experts[0]),)
+
+    @property
+    def activation(self) -> MLP:
+        """What stands between fc1 and fc2 of every expert."""
+        return self._activations[0]
 
     def forward(
         self,
@@ -194,90 +188,110 @@ class GuidedExperts(UnweightedSequentialMLP):
         """
         if self.place is None:
             return super().forward(permuted_local_hidden_states, tokens_per_expert, permuted_probs)
-        splits = tokens_per_expert.tolist()
-        parts = zip(
-            self.local_experts,
-            permuted_local_hidden_states.split(splits),
-            self._rows_of_experts(splits, permuted_probs),
-            strict=True,
-        )
-        outputs = []
-        for expert, hidden_states, rows in parts:
-            with _expert_rows(rows):
-                # QuantisedWeightFc2 applies the probability.
-                outputs.append(expert(hidden_states, None)[0])
-        return torch.cat(outputs), None
-
-    def _rows_of_experts(self, splits: list[int], probs: torch.Tensor) -> list[ExpertRows]:
-        assert self.place is not None, "checked by forward"
-        sites, moe = self.place.sites, self.place.moe
+        splits, sites, moe = tokens_per_expert.tolist(), self.place.sites, self.place.moe
         assert isinstance(moe, GuidedMoELayer), "QUANTISING_MODULES go together"
-        nothing: list[None] = [None] * len(splits)
         dispatcher: Any = moe.token_dispatcher
-        slots = None
-        if sites.quantises_expert_inputs:
-            slots = sites.dispatched_slots((self.place.layer, Site.FC2), dispatcher)
         packed = moe.packed_tokens
         if packed is not None:
             packed = packed.moved(partial(dispatch_rows, dispatcher))
-        linears: list[Any] = [[e.linear_fc1, e.linear_fc2] for e in self.local_experts]
-        amax = shared_amax([linear.weight for pair in linears for linear in pair], self.tp_group)
-        rows = zip(
-            probs.split(splits),
-            nothing if slots is None else slots.split(splits),
-            nothing if packed is None else packed.split(splits),
-            [{"fc1": amax[2 * i], "fc2": amax[2 * i + 1]} for i in range(len(splits))],
-            strict=True,
+        fc1, fc2 = self._weights(sites)
+        gate_up = quantised_products(permuted_local_hidden_states, splits, fc1, packed)
+        activation, _ = self.activation(gate_up)
+        rounding = None
+        if sites.quantises_expert_inputs:
+            place = (self.place.layer, Site.FC2)
+            slots = sites.dispatched_slots(place, dispatcher)
+            experts: Any = self.local_experts
+            places = [expert.linear_fc2.place for expert in experts]
+            origin = partial(row_origin, places, splits)
+            rounding = sites.slot_rounding(activation, place, slots, origin)
+        output = weighted_products(
+            activation,
+            permuted_probs,
+            splits,
+            fc2,
+            rounding,
+            save_packed=sites.trace.save_packed_activations,
         )
-        return [ExpertRows(*parts) for parts in rows]
+        return output, None
+
+    def _weights(self, sites: TraceSites) -> tuple[ExpertWeights, ExpertWeights]:
+        """Gives fc1 and fc2 of the local experts."""
+        experts: Any = self.local_experts
+        linears = [e.linear_fc1 for e in experts] + [e.linear_fc2 for e in experts]
+        # By a call of each, so that what waits on one, such as Megatron's parameter gathers, runs.
+        with _weights_asked_for():
+            weights = [linear(None) for linear in linears]
+        amax = shared_amax(weights, self.tp_group)
+        places: list[ExpertPlace] = [linear.place for linear in linears]
+        known = current_weights([p.weight for p in places], weights, sites.weight_rule, amax)
+        for place, (_, fresh) in zip(places, known, strict=True):
+            sites.count_weight((place.layer, place.expert, place.matrix), fresh=fresh)
+        quantised = [form.values for form, _ in known]
+        size = len(experts)
+        return (
+            ExpertWeights(weights[:size], quantised[:size]),
+            ExpertWeights(weights[size:], quantised[size:]),
+        )
 
 
-class QuantisedWeightFc1(ColumnParallelLinear):
-    """First linear of an expert, with the engine's quantised weight."""
+class _Passed(torch.nn.Module):
+    """Stands where a linear is, and gives what it gets."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return x, None
+
+
+def _activation_like(expert: Any) -> MLP:
+    """Gives Megatron's MLP without its linears: what an expert does between fc1 and fc2."""
+
+    def passed(*_: Any, **__: Any) -> Any:
+        return _Passed()
+
+    submodules = MLPSubmodules(linear_fc1=passed, linear_fc2=passed)
+    size = expert.config.moe_ffn_hidden_size
+    activation = MLP(
+        expert.config, submodules, is_expert=True, ffn_hidden_size=size, tp_group=expert.tp_group
+    )
+    activation.activation_func = expert.activation_func
+    return activation
+
+
+_ASKED: ContextVar[bool] = ContextVar("megatron_trace_weights_asked_for", default=False)
+
+
+@contextlib.contextmanager
+def _weights_asked_for() -> Iterator[None]:
+    """Says that a call of an expert's linear asks for its weight."""
+    token = _ASKED.set(True)
+    try:
+        yield
+    finally:
+        _ASKED.reset(token)
+
+
+class _QuantisedWeight:
+    """What both linears of an expert add: `GuidedExperts` multiplies, and asks for the weight."""
 
     place: ExpertPlace | None = None
+    weight: torch.Tensor
 
-    def _forward_impl(
-        self, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> torch.Tensor:
-        if self.place is None:
-            return super()._forward_impl(input, weight, *args, **kwargs)
-        packed = _current_rows(self.place).packed_input
-        return quantised_product(input, weight, _quantised_weight(weight, self.place), packed)
-
-
-class QuantisedWeightFc2(RowParallelLinear):
-    """Second linear of an expert, with quantised weight and quantised unweighted input.
-
-    Its output is multiplied by the router's probability.
-    """
-
-    place: ExpertPlace | None = None
-
-    def _forward_impl(
-        self, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> torch.Tensor:
+    def forward(self, input_: Any, *args: Any, **kwargs: Any) -> Any:
+        """Gives the weight; or the product, where the linear has no place."""
         place = self.place
         if place is None:
-            return super()._forward_impl(input, weight, *args, **kwargs)
-        rows = _current_rows(place)
-        rounding = None
-        if place.sites.quantises_expert_inputs:
-            rounding = place.sites.slot_rounding(
-                input, (place.layer, Site.FC2), rows.slots, place.row_origin, expert=place.expert
+            return super().forward(input_, *args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+        if not _ASKED.get():
+            raise LookupError(
+                f"{place.matrix} of layer {place.layer}, expert {place.expert} was called by "
+                "itself: the hints and probabilities of its rows are unknown; call the MoE layer"
             )
-        return weighted_product(
-            input,
-            rows.probs,
-            weight,
-            _quantised_weight(weight, place),
-            rounding,
-            save_packed=place.sites.trace.save_packed_activations,
-        )
+        return self.weight
 
 
-def _quantised_weight(weight: torch.Tensor, place: ExpertPlace) -> torch.Tensor:
-    amax = _current_rows(place).weight_amax[place.matrix]
-    quantised, fresh = place.weight.current(weight, place.sites.weight_rule, amax)
-    place.sites.count_weight((place.layer, place.expert, place.matrix), fresh=fresh)
-    return quantised.values
+class QuantisedWeightFc1(_QuantisedWeight, ColumnParallelLinear):
+    """First linear of an expert, whose weight is quantised as the engine's."""
+
+
+class QuantisedWeightFc2(_QuantisedWeight, RowParallelLinear):
+    """Second linear of an expert, whose weight is quantised as the engine's."""

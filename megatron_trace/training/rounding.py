@@ -210,10 +210,11 @@ class PackedRows:
         packed_codes, scale_bytes = move_together(move, self.packed_codes, self.scale_bytes)
         return replace(self, packed_codes=packed_codes, scale_bytes=scale_bytes)
 
-    def split(self, sizes: list[int]) -> list[PackedRows]:
-        """Gives consecutive parts of the rows."""
-        parts = zip(self.packed_codes.split(sizes), self.scale_bytes.split(sizes), strict=True)
-        return [replace(self, packed_codes=codes, scale_bytes=scales) for codes, scales in parts]
+    def taken(self, rows: slice) -> PackedRows:
+        """Gives some of the rows."""
+        return replace(
+            self, packed_codes=self.packed_codes[rows], scale_bytes=self.scale_bytes[rows]
+        )
 
 
 @dataclass(frozen=True)

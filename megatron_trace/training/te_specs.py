@@ -42,7 +42,13 @@ from megatron_trace.models.hybrid import HybridModules
 from megatron_trace.models.moe import DispatchInputMoELayer, use_host_splits
 from megatron_trace.training import te_recipe
 from megatron_trace.training.dispatch import dispatch_rows
-from megatron_trace.training.experts import ExpertPlace, ExpertsPlace, GuidedMoELayer, MoEPlace
+from megatron_trace.training.experts import (
+    ExpertPlace,
+    ExpertsPlace,
+    GuidedMoELayer,
+    MoEPlace,
+    row_origin,
+)
 from megatron_trace.training.rounding import Rounding
 from megatron_trace.training.te_choice import FACTORIES
 from megatron_trace.training.te_rows import (
@@ -166,14 +172,7 @@ class TraceTERowParallelGroupedLinear(_TraceGroupedLinear, TERowParallelGroupedL
 
 def _slot_rounding(x: torch.Tensor, call: ExpertCall, places: list[ExpertPlace]) -> Rounding:
     """Gives the rounding of fc2's unpadded input [N, K]."""
-
-    def origin(row: int) -> tuple[int, int | None]:
-        for place, rows in zip(places, call.splits, strict=True):
-            if row < rows:
-                return place.row_origin(row)
-            row -= rows
-        raise AssertionError("a row belongs to some expert")
-
+    origin = partial(row_origin, places, call.splits)
     sites, layer = places[0].sites, places[0].layer
     return sites.slot_rounding(x.detach(), (layer, Site.FC2), call.slots, origin)
 

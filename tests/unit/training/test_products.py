@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -9,7 +11,8 @@ from megatron_trace.formats import ops
 from megatron_trace.testing.assertions import assert_same_bytes
 from megatron_trace.testing.moe_reference import quantised_weight
 from megatron_trace.testing.roundings import recorded_rounding
-from megatron_trace.training.products import quantised_product, weighted_product
+from megatron_trace.training import products
+from megatron_trace.training.products import ExpertWeights, quantised_products, weighted_products
 from megatron_trace.training.rounding import Rounding
 
 ROWS, K, M = 37, 64, 48
@@ -19,6 +22,18 @@ DTYPES = [
     (torch.bfloat16, torch.bfloat16),
     (torch.float32, torch.float32),
 ]
+
+
+def quantised_product(x, weight, quantised, packed):
+    """Gives the product of one expert."""
+    return quantised_products(x, [len(x)], ExpertWeights([weight], [quantised]), packed)
+
+
+def weighted_product(activation, probs, weight, quantised, rounding, *, save_packed):
+    """Gives the weighted product of one expert."""
+    weights = ExpertWeights([weight], [quantised])
+    splits = [len(activation)]
+    return weighted_products(activation, probs, splits, weights, rounding, save_packed=save_packed)
 
 
 def _leaves(dtype, probs_dtype, rows=ROWS):
@@ -134,3 +149,48 @@ def test_a_frozen_weight_of_fc1_gets_no_gradient():
     quantised_product(activation, weight, quantised_weight(weight), None).backward(grad)
     assert weight.grad is None
     assert activation.grad is not None
+
+
+@pytest.mark.parametrize("part_rows", [1, 12, 8192])
+@pytest.mark.parametrize("save_packed", [False, True])
+def test_all_experts_at_once_have_the_bits_of_each_by_itself(monkeypatch, save_packed, part_rows):
+    """Also an expert without rows, and where parts have one expert, some, or all."""
+    monkeypatch.setattr(products, "_PART_ROWS", part_rows)
+    splits = [5, 0, 20, 12]
+    generator = torch.Generator().manual_seed(3)
+    weights = [torch.randn(M, K, generator=generator).bfloat16() for _ in splits]
+    (gate, probs, _), grad = _leaves(torch.bfloat16, torch.float32)
+    results = []
+    for together in (True, False):
+        leaves = [t.detach().clone().requires_grad_() for t in (gate, probs, *weights)]
+        x, p, own = leaves[0], leaves[1], leaves[2:]
+        quantised = [quantised_weight(w).bfloat16() for w in own]
+        rounding = _guided(x)
+        if together:
+            given = ExpertWeights(own, quantised)
+            outputs = [
+                weighted_products(x, p, splits, given, rounding, save_packed=save_packed),
+                quantised_products(x, splits, given, rounding.packed(x) if save_packed else None),
+            ]
+        else:
+            values = rounding.packed(x)
+            rows, parts = 0, []
+            for size, weight, q in zip(splits, own, quantised, strict=True):
+                part = slice(rows, rows + size)
+                hint = rounding.hint.mapped(lambda tensor, part=part: tensor[part])
+                of_expert = dataclasses.replace(rounding, hint=hint)
+                taken = values.taken(part) if save_packed else None
+                parts.append(
+                    (
+                        weighted_product(
+                            x[part], p[part], weight, q, of_expert, save_packed=save_packed
+                        ),
+                        quantised_product(x[part], weight, q, taken),
+                    )
+                )
+                rows += size
+            outputs = [torch.cat(of_all) for of_all in zip(*parts, strict=True)]
+        (outputs[0] + outputs[1]).backward(grad)
+        results.append([*(o.detach() for o in outputs), *(leaf.grad for leaf in leaves)])
+    for index, (one, other) in enumerate(zip(*results, strict=True)):
+        assert_same_bytes(one, other, f"result {index}")
