@@ -266,14 +266,17 @@ class RolloutContext(DynamicInferenceContext):
         self.finished.clear()
         self.continued.clear()
 
-    def stored_rows(self, pages: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    def stored_rows(
+        self, pages: torch.Tensor, offsets: torch.Tensor, layers: slice = slice(None)
+    ) -> torch.Tensor:
         """Gives keys and values of rows as they are stored, [2, L, R, G, C].
 
         Args:
             pages: int64 [R], pages of the cache.
             offsets: int64 [R], tokens within them.
+            layers: Attention layers.
         """
-        return self.memory_buffer[:, :, pages, offsets]
+        return self.memory_buffer[:, layers][:, :, pages, offsets]
 
     def put_stored_rows(
         self, pages: torch.Tensor, offsets: torch.Tensor, rows: torch.Tensor
@@ -349,16 +352,10 @@ class RolloutContext(DynamicInferenceContext):
             )
         recorder = self.sites.recorder
         places = sorted(recorder.places) if recorder.is_recording else []
-        cached = [place for place in places if place[1].is_cached]
-        cache = None
-        if to_continue or cached:
-            cache = self.stored_rows(*self._on_device(pages, offsets)).cpu()
+        on_device = self._on_device(pages, offsets)
         others = [place for place in places if not place[1].is_cached]
         records: Records = dict(recorder.rows_of_places(others, pages, offsets))
-        for layer, site in cached:
-            assert cache is not None, "just read"
-            stored = cache[_SITES.index(site), self.decoder_layers.index(layer)]
-            records[layer, site] = self.cached_rows(layer, site, stored)
+        records |= self._cached_records([p for p in places if p[1].is_cached], *on_device)
         routing = None
         if self.moe_enable_routing_replay:
             routing = self.kv_block_allocator.reconstruct_routing_from_blocks(
@@ -369,10 +366,28 @@ class RolloutContext(DynamicInferenceContext):
             num_rows,
             records,
             routing,
-            cache if to_continue else None,
+            self.stored_rows(*on_device).cpu() if to_continue else None,
             self._saved_states(index) if to_continue else None,
             versions,
         )
+
+    def _cached_records(
+        self, places: Sequence[Place], pages: torch.Tensor, offsets: torch.Tensor
+    ) -> Records:
+        """Gives what is recorded of keys and values; narrowed here, and copied at once."""
+        parts: list[torch.Tensor] = []
+        for layer in sorted({layer for layer, _ in places}):
+            index = self.decoder_layers.index(layer)
+            keys_values = self.stored_rows(pages, offsets, slice(index, index + 1))[:, 0]
+            for site, stored in zip(_SITES, keys_values, strict=True):
+                if (layer, site) in places:
+                    codes, scale_bytes = self.cached_rows(layer, site, stored)
+                    parts += [self.sites.recorder.narrowed(site, codes), scale_bytes]
+        if not parts:
+            return {}
+        rows = torch.cat(parts, dim=1).cpu().split([part.shape[1] for part in parts], dim=1)
+        both = [part.contiguous() for part in rows]
+        return dict(zip(places, zip(both[::2], both[1::2], strict=True), strict=True))
 
     def _saved_states(self, index: int) -> tuple[torch.Tensor, torch.Tensor] | None:
         if not self.is_hybrid_model:

@@ -116,15 +116,18 @@ class PackedKVContext(PlainKVContext):
         # Megatron computes the size from params_dtype in __init__, without a hook.
         assert unpacked > 0
 
-    def stored_rows(self, pages: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    def stored_rows(
+        self, pages: torch.Tensor, offsets: torch.Tensor, layers: slice = slice(None)
+    ) -> torch.Tensor:
         """Gives packed codes and scale bytes of rows, uint8 [2, L, R, G, C].
 
         Args:
             pages: int64 [R], pages of the cache.
             offsets: int64 [R], tokens within them.
+            layers: Attention layers.
         """
         line, token = self.layout.place(offsets)
-        parts = self.layout.split(self.memory_buffer)
+        parts = self.layout.split(self.memory_buffer[:, layers])
         # Indexed axes come first: [R, 2, L, G, bytes].
         rows = torch.cat([part[:, :, pages, :, line, token] for part in parts], dim=-1)
         return rows.movedim(0, 2)

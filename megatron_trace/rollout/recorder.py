@@ -58,6 +58,7 @@ class Recorder:
         narrowed: What is kept of packed codes of a site, uint8 [rows, bytes]; None keeps them.
 
     Attributes:
+        narrowed: See above.
         seconds: Time spent on keeping and reading rows since construction.
         policy_version: Version of the weights that compute, noted of each row; None where all rows
             of a rollout are of one version, and none is noted.
@@ -69,7 +70,7 @@ class Recorder:
         narrowed: Callable[[Site, torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
         self.places = frozenset(places)
-        self._narrowed = narrowed or (lambda site, packed_codes: packed_codes)
+        self.narrowed = narrowed or (lambda site, packed_codes: packed_codes)
         self.seconds = 0.0
         self.policy_version: int | None = None
         self._num_pages = self._page_tokens = 0
@@ -273,7 +274,7 @@ class Recorder:
             RuntimeError: The place was recorded in this step already.
         """
         if self.keeps(layer, site):
-            hint = packed_codes if site.is_cached else self._narrowed(site, packed_codes)
+            hint = packed_codes if site.is_cached else self.narrowed(site, packed_codes)
             self.put_hint(layer, site, hint, scale_bytes)
 
     def put_hint(

@@ -41,8 +41,8 @@ def store_records(
     Args:
         store: Gets a hint per sample and place, and full codes of the diagnostic samples.
         samples: The samples.
-        records: Of each sample by place: codes of `kept_bits` uint8 [R, bytes], of keys and values
-            whole ones, and scale bytes uint8 [R, B].
+        records: Of each sample by place: codes of `kept_bits` uint8 [R, bytes] and scale bytes
+            uint8 [R, B].
         settings: Settings of the quantisers that were recorded.
         kept_bits: Bits per value that the recorder kept: 4 for whole codes, else `hint_bits`.
         hint_bits: Bits per value of a hint, of 1, 2, and 4 for whole codes.
@@ -61,7 +61,7 @@ def store_records(
             )
             if site in hint_sites:
                 form = bits, hint_scales, number_format
-                are_whole = site.is_cached or kept_bits == HINT_BITS[-1]
+                are_whole = kept_bits == HINT_BITS[-1]
                 encode = encode_packed_hint if are_whole else encode_narrowed_hint
                 store.put(encode(key, codes, scales, scale, *form))
             if keeps_codes:
