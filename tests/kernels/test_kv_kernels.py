@@ -56,8 +56,8 @@ def test_append_equals_the_reference_on_the_hard_inputs(name: str, dtype) -> Non
     from megatron_trace.rollout.kernels.append import append
 
     case = next(case for case in hard_inputs(dtype, "cuda") if case.name == name)
-    values = case.x.flatten()
-    values = values[: values.numel() // 16 * 16].view(-1, 1, 16)
+    num_tokens = case.x.numel() // 16
+    values = case.x.flatten()[: num_tokens * 16].view(num_tokens, 1, 16)
     for num_bits in (None, 1, 2, 4):
         assert_append_equals_reference(
             append, values, case.global_scale, page_tokens=4, num_bits=num_bits, what=name
