@@ -50,18 +50,11 @@ from megatron_trace.study.comparison import logs_of_folders, save_logs
 from megatron_trace.study.comparison_page import write_page
 from megatron_trace.study.locks import locked
 from megatron_trace.study.method_runs import VARIANTS, Problem, RunPlan, base_settings, do_run
-from megatron_trace.study.task_mix import TaskOfMix, items_of_mix
+from megatron_trace.study.task_mix import CHAIN_SUMS, items_of_mix
 from megatron_trace.testing.single_process import single_process, tiny_moe_config
 
 PATTERN = "*E*E*E*E"
 CALIBRATION_SAMPLES = 256
-# Three or four numbers of one digit, as in the demo: "6-4+8=" is answered by "10".
-CPU_TASK = TaskOfMix(
-    "chain_sum",
-    "{metadata[expression]}=",
-    {"min_terms": 3, "max_terms": 4, "min_digits": 1, "max_digits": 1},
-    size=60_000,
-)
 WARM_START = WarmStartSettings(steps=300, batch_size=128, learning_rate=4e-3)
 # Tasks of the 106M MoE that it solves neither always nor hardly ever.
 H200_TASKS = ("chain_sum", "basic_arithmetic", "products", "gcd", "lcm", "letter_counting")
@@ -273,7 +266,7 @@ def _cpu_problem(work: Path, seed: int) -> Problem:
     path = work / "tasks.jsonl"
     with locked(work / "tasks.lock"):
         if not path.exists():
-            save_tasks(path, items_of_mix([CPU_TASK]))
+            save_tasks(path, items_of_mix([CHAIN_SUMS]))
     items = load_tasks(path)
     tokenizer = CharTokenizer.of_tasks(items)
     num_held_out = SETTINGS["cpu"].num_held_out

@@ -2,6 +2,7 @@
 
     python tools/smollm2_gaps.py dense --work out/study
     python tools/smollm2_gaps.py moe --work out/study
+    python tools/smollm2_gaps.py moe --chain-sums 400
 
 Trainers of FP32 and BF16 start from the engine's BF16 weights and have Megatron's attention. It
 takes minutes on two cores; `tools/study.py` asks many more questions. Needs the packages of
@@ -31,8 +32,10 @@ from megatron_trace.metrics import LogprobGap, logprob_gap
 from megatron_trace.models.hybrid import causal_mask
 from megatron_trace.rollout import RolloutEngine, SamplingSettings
 from megatron_trace.study import smollm2, smollm2_moe
+from megatron_trace.study.few_shot import few_shot, solved
 from megatron_trace.study.gguf_llama import byte_level_tokenizer, read_gguf
 from megatron_trace.study.model import StudyModel
+from megatron_trace.study.task_mix import CHAIN_SUMS, items_of_mix
 from megatron_trace.testing.single_process import single_process
 from megatron_trace.training.micro_batch import make_micro_batch
 from megatron_trace.training.model import build_trainer_model, token_logprobs
@@ -43,6 +46,8 @@ STARTED_S = time.perf_counter()
 SIZES = {"dense": (8, 48, 6, 40), "moe": (6, 40, 6, 32)}
 MODULES = {"dense": smollm2, "moe": smollm2_moe}
 MICRO_BATCH = 4
+# A model that solves less has nothing to be reinforced, and one that solves more little to learn.
+REINFORCED = (0.05, 0.9)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -69,22 +74,26 @@ def prompts_of(model: StudyModel, kind: str) -> list[Sequence[int]]:
     return [*(text[:text_tokens] for text in texts[:num_texts]), *longer, *sums[:num_sums]]
 
 
-def roll_out(model: StudyModel, kind: str, method: Method, hint_sites: tuple[str, ...]) -> Rollout:
-    """Generates the samples, with hints of all layers and full codes unless the method is bf16."""
-    recorded: dict[str, Any] = {"hint_layers": "all", "hint_sites": hint_sites}
-    engine = RolloutEngine(
+def engine_of(model: StudyModel, trace: TraceConfig) -> RolloutEngine:
+    """Builds an engine without weights, whose samples end with a line."""
+    return RolloutEngine(
         model.config,
         pattern=model.pattern,
         vocab_size=model.vocab_size,
         max_sequence_length=model.context,
-        trace=TraceConfig(
-            method=method, diagnostic_share=0.0 if method == "bf16" else 1.0, **recorded
-        ),
+        trace=trace,
         eod_token=model.eod_token,
         max_requests=16,
         model_id=model.name,
         rotary_base=model.rotary_base,
     )
+
+
+def roll_out(model: StudyModel, kind: str, method: Method, hint_sites: tuple[str, ...]) -> Rollout:
+    """Generates the samples, with hints of all layers and full codes unless the method is bf16."""
+    recorded: dict[str, Any] = {"hint_layers": "all", "hint_sites": hint_sites}
+    share = 0.0 if method == "bf16" else 1.0
+    engine = engine_of(model, TraceConfig(method=method, diagnostic_share=share, **recorded))
     if method != "bf16":
         engine.load_weights(model.weights)
         texts, sums = model.calibration[0][:3, :96], model.calibration[1][-1:, :96]
@@ -158,6 +167,22 @@ def answer_sums(model: StudyModel) -> None:
     say(f"{len(greedy)} sums: {sum(greedy)} right greedily, {sum(sampled):.1f} expected at T=1")
 
 
+def solve_chain_sums(model: StudyModel, count: int) -> None:
+    """Prints how many chain sums the BF16 engine solves greedily after four solved ones."""
+    engine = engine_of(model, TraceConfig(method="bf16"))
+    engine.push_weights(model.weights, policy_version=0)
+    tokenizer = byte_level_tokenizer(read_gguf(smollm2.gguf_path()).metadata)
+    problems = few_shot(items_of_mix([CHAIN_SUMS]), count)
+    say(f"examples: {' '.join(problems.examples.split())}")
+    right = solved(engine, tokenizer, problems)
+    share, (low, high) = sum(right) / count, REINFORCED
+    fits = "can" if low <= share <= high else "cannot"
+    say(
+        f"{model.name}, BF16, greedy: {sum(right)} of {count} chain sums right ({share:.1%}); with "
+        f"{low:.0%} to {high:.0%} it would be reinforced: it {fits}"
+    )
+
+
 def say(line: str) -> None:
     """Prints a line with the seconds so far."""
     print(f"{time.perf_counter() - STARTED_S:6.0f} s  {line}", flush=True)
@@ -169,7 +194,11 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("kind", choices=sorted(SIZES))
-    parser.add_argument("--sums", action="store_true", help="only answer few-shot sums, in FP32")
+    only = parser.add_mutually_exclusive_group()
+    only.add_argument("--sums", action="store_true", help="only answer few-shot sums, in FP32")
+    only.add_argument(
+        "--chain-sums", type=int, metavar="COUNT", help="only solve few-shot chain sums, in BF16"
+    )
     parser.add_argument("--work", type=Path, default=Path("out/study"), help="kept between starts")
     options = parser.parse_args()
     warnings.filterwarnings("ignore")  # Megatron and torch announce deprecations of their parts.
@@ -180,6 +209,9 @@ def main() -> None:
         model = MODULES[options.kind].load(options.work)
         if options.sums:
             answer_sums(model)
+            return
+        if options.chain_sums:
+            solve_chain_sums(model, options.chain_sums)
             return
         rollout = roll_out(model, options.kind, "trace", sites)
         cells: list[tuple[Method, str]] = [

@@ -26,6 +26,15 @@ class TaskOfMix:
     size: int = 20_000
 
 
+# Three or four numbers of one digit: "6-4+8=" is answered by "10".
+CHAIN_SUMS = TaskOfMix(
+    "chain_sum",
+    "{metadata[expression]}=",
+    {"min_terms": 3, "max_terms": 4, "min_digits": 1, "max_digits": 1},
+    size=60_000,
+)
+
+
 def items_of_mix(
     mix: Iterable[TaskOfMix], *, seed: int = 0, drop_characters: str = " "
 ) -> list[TaskItem]:
