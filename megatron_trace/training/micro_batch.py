@@ -46,11 +46,18 @@ class RankRows:
         positions: int64 [P], ascending, which all samples have in common; of a pack [N].
         real: bool [N]; rows of tokens, not of padding.
         samples: int64 [N]; of a pack, the sample at each row; None if they stand side by side.
+        num_real: How many are real; counted once, on the host, where `real` is before it is moved.
     """
 
     positions: torch.Tensor
     real: torch.Tensor
     samples: torch.Tensor | None = None
+    num_real: int = -1
+
+    def __post_init__(self) -> None:
+        """Counts the real rows."""
+        if self.num_real < 0:
+            object.__setattr__(self, "num_real", int(self.real.sum()))
 
     def take(self, values: torch.Tensor) -> torch.Tensor:
         """Gives what values [B, S, ...] have at the rows: [B, P, ...], of a pack [1, N, ...]."""
@@ -200,6 +207,7 @@ def map_tensors(
             move(part.positions),
             move(part.real),
             None if part.samples is None else move(part.samples),
+            part.num_real,
         )
         for part in (micro_batch.token_rows, micro_batch.attention_rows)
     )

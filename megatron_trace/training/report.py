@@ -52,6 +52,12 @@ class SiteReport:
     blocks: int = 0
     saturated_blocks: int = 0
 
+    def __add__(self, other: SiteReport) -> SiteReport:
+        """Adds the counts."""
+        return SiteReport(
+            **{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)}
+        )
+
     @property
     def coverage(self) -> float:
         """Share of the real rows that were guided; 0 if there were none."""
@@ -150,6 +156,18 @@ class TraceReport:
     code_mismatch: Mapping[Site, CodeMismatch] = field(default_factory=dict)
     activation_difference: Mapping[Place, ActivationDifference] = field(default_factory=dict)
 
+    def __add__(self, other: TraceReport) -> TraceReport:
+        """Adds the counts of two models, or of two stages of one."""
+        return TraceReport(
+            sites=_added(self.sites, other.sites),
+            weight_uses=self.weight_uses + other.weight_uses,
+            weights_quantised=self.weights_quantised + other.weights_quantised,
+            routing_compared=self.routing_compared + other.routing_compared,
+            routing_different=self.routing_different + other.routing_different,
+            code_mismatch=_added(self.code_mismatch, other.code_mismatch),
+            activation_difference=_added(self.activation_difference, other.activation_difference),
+        )
+
     @property
     def routing_mismatch(self) -> float | None:
         """Share of (token, layer) with another expert set; None if nothing was compared."""
@@ -172,6 +190,16 @@ class TraceReport:
         return plain
 
 
+def _added[K, V: (SiteReport, CodeMismatch, ActivationDifference)](
+    first: Mapping[K, V], second: Mapping[K, V]
+) -> dict[K, V]:
+    """Gives the union of two mappings; what both have is added."""
+    total = dict(first)
+    for key, value in second.items():
+        total[key] = total[key] + value if key in total else value
+    return total
+
+
 class Tally:
     """Running counts by place, kept on the device until they are read."""
 
@@ -181,11 +209,18 @@ class Tally:
         self.weights_quantised = 0
         self.code_mismatch: dict[Place, CodeMismatch] = {}
         self.activation_difference: dict[Place, ActivationDifference] = {}
-        self._rows: dict[Place, dict[str, int | torch.Tensor]] = {}
+        self._rows: dict[Place, Counter[str]] = {}
+        # By place and names: int64 [names], on the device; reading it would stop the queue.
+        self._device_rows: dict[tuple[Place, tuple[str, ...]], torch.Tensor] = {}
         self._routing: list[tuple[int, torch.Tensor]] = []
 
-    def add_rows(
-        self, place: Place, values: torch.Tensor, rounding: Rounding, **counts: int | torch.Tensor
+    def _add_rows(
+        self,
+        place: Place,
+        values: torch.Tensor,
+        rounding: Rounding,
+        known: Mapping[str, int],
+        flags: Mapping[str, torch.Tensor],
     ) -> None:
         """Adds rows that were quantised.
 
@@ -193,14 +228,21 @@ class Tally:
             place: Decoder layer and site.
             values: float [rows, K].
             rounding: How they are rounded.
-            **counts: How many rows were rounded how; fields of `SiteReport`.
+            known: How many of which kind, of what `_site_counts` takes, `rows` among them.
+            flags: Which rows are of a kind, bool [rows] each; as many more of this kind.
         """
         number_format = rounding.number_format
-        counts["blocks"] = values.numel() // number_format.block_size
-        counts["saturated_blocks"] = saturated_blocks(values, rounding.global_scale, number_format)
-        total = self._rows.setdefault(place, {})
-        for name, count in counts.items():
-            total[name] = total.get(name, 0) + count
+        counts = self._rows.setdefault(place, Counter())
+        counts.update(known, blocks=values.numel() // number_format.block_size)
+        saturated = saturated_blocks(values, rounding.global_scale, number_format)
+        self._add_on_device((place, ("saturated_blocks",)), saturated.view(1))
+        if flags:
+            sums = torch.stack(list(flags.values())).sum(1)
+            self._add_on_device((place, tuple(flags)), sums)
+
+    def _add_on_device(self, key: tuple[Place, tuple[str, ...]], counts: torch.Tensor) -> None:
+        known = self._device_rows.get(key)
+        self._device_rows[key] = counts if known is None else known + counts
 
     def add_coverage(
         self,
@@ -220,26 +262,20 @@ class Tally:
             micro_batch: Where they belong.
             recorded: Whether the rollout records hints of the place.
         """
-        rows = micro_batch.rows_at(place[1]).real
-        real = int(rows.sum())
+        rows = micro_batch.rows_at(place[1])
+        num_real = rows.num_real
+        known = {"rows": rows.real.numel(), "real": num_real}
+        known["recorded" if recorded else "not_recorded"] = num_real
+        flags = {}
         stored = micro_batch.hints.get(place)
-        present = 0 if stored is None else int(stored.has_hint.sum())
-        guided = 0 if rounding.hint is None else rounding.hint.has_hint.sum()
-        self.add_rows(
-            place,
-            values,
-            rounding,
-            guided=guided,
-            rejected=present - guided,
-            missing=real - present if recorded else 0,
-            not_recorded=0 if recorded else real,
-            padding=rows.numel() - real,
-        )
+        if stored is not None and rounding.hint is not None:
+            flags = {"guided": rounding.hint.has_hint, "hinted": stored.has_hint}
+        self._add_rows(place, values, rounding, known, flags)
 
     def add_slots(
         self, place: Place, values: torch.Tensor, rounding: Rounding, slots: SlotRows | None
     ) -> None:
-        """Adds the rows of one expert at fc2.
+        """Adds the rows of the local experts at fc2.
 
         Args:
             place: Decoder layer and fc2.
@@ -249,20 +285,16 @@ class Tally:
         """
         num_rows = values.shape[0]
         if slots is None or slots.hint is None or rounding.hint is None:
-            self.add_rows(place, values, rounding, not_recorded=num_rows)
+            known = {"rows": num_rows, "real": num_rows, "not_recorded": num_rows}
+            self._add_rows(place, values, rounding, known, {})
         else:
-            flags = (rounding.hint.has_hint, slots.hint.has_hint, slots.real, slots.rerouted)
-            guided, present, real, rerouted = (rows.sum() for rows in flags)
-            self.add_rows(
-                place,
-                values,
-                rounding,
-                guided=guided,
-                rejected=present - guided,
-                missing=real - rerouted - present,
-                rerouted=rerouted,
-                padding=num_rows - real,
-            )
+            flags = {
+                "guided": rounding.hint.has_hint,
+                "hinted": slots.hint.has_hint,
+                "recorded_slots": slots.real,
+                "rerouted": slots.rerouted,
+            }
+            self._add_rows(place, values, rounding, {"rows": num_rows}, flags)
         if slots is not None and slots.codes is not None:
             self.add_mismatch(place, values, rounding, slots.codes)
 
@@ -295,13 +327,14 @@ class Tally:
         for (_, site), calls in self.calls.items():
             sites.setdefault(site, Counter())["calls"] += calls
         for (_, site), counts in self._rows.items():
-            for name, count in counts.items():
-                sites[site][name] += int(count)
+            sites[site].update(counts)
+        for ((_, site), names), sums in self._device_rows.items():
+            sites[site].update(dict(zip(names, sums.tolist(), strict=True)))
         mismatch: dict[Site, CodeMismatch] = {}
         for (_, site), counts in self.code_mismatch.items():
             mismatch[site] = mismatch.get(site, CodeMismatch()) + counts
         return TraceReport(
-            sites={site: SiteReport(**sites[site]) for site in Site if site in sites},
+            sites={site: _site_report(sites[site]) for site in Site if site in sites},
             weight_uses=self.weight_uses.total(),
             weights_quantised=self.weights_quantised,
             routing_compared=sum(compared for compared, _ in self._routing),
@@ -309,6 +342,28 @@ class Tally:
             code_mismatch={site: mismatch[site] for site in Site if site in mismatch},
             activation_difference=dict(self.activation_difference),
         )
+
+
+def _site_report(counts: Mapping[str, int]) -> SiteReport:
+    """Gives a site's counts.
+
+    Args:
+        counts: Calls and blocks; `rows` that were quantised, `real` ones, those of `recorded`
+            places and of others, `hinted` and `guided` ones; 0 where a name is missing. Of fc2's
+            `recorded_slots` only the device knows how many are real.
+    """
+    recorded = counts["recorded"] + counts["recorded_slots"]
+    return SiteReport(
+        calls=counts["calls"],
+        guided=counts["guided"],
+        rejected=counts["hinted"] - counts["guided"],
+        missing=recorded - counts["rerouted"] - counts["hinted"],
+        rerouted=counts["rerouted"],
+        not_recorded=counts["not_recorded"],
+        padding=counts["rows"] - counts["real"] - counts["recorded_slots"],
+        blocks=counts["blocks"],
+        saturated_blocks=counts["saturated_blocks"],
+    )
 
 
 @torch.no_grad()
