@@ -38,6 +38,7 @@ from megatron_trace.models.local_config import architecture_config
 from megatron_trace.models.presets import PRESETS, preset
 from megatron_trace.rollout import SamplingSettings
 from megatron_trace.rollout.decode_graphs import DecodeGraphs
+from megatron_trace.rollout.packed_experts import PackedRoutedExperts
 from megatron_trace.rollout.policy import ServedPolicy
 from megatron_trace.rollout.serving import EngineLimits, Server
 from megatron_trace.testing.long_decode import KV_GLOBAL_SCALE, fill_cache, fill_states, move_to
@@ -45,6 +46,7 @@ from megatron_trace.testing.single_process import single_process
 
 PAGE_TOKENS = 64
 WARM_UP = 4
+E4M3_ONE = 0x38
 FORWARDS = {"one by one": None, "kernels": False, "graphs": True}
 
 
@@ -55,6 +57,8 @@ def policy_of(options: argparse.Namespace) -> ServedPolicy:
         architecture = architecture.reduced()
     if options.layers:
         architecture = dataclasses.replace(architecture, num_layers=options.layers)
+    if options.experts:
+        architecture = dataclasses.replace(architecture, num_experts=options.experts)
     policy = ServedPolicy(
         architecture_config(architecture, use_cpu_initialization=False),
         pattern=architecture.pattern(),
@@ -63,6 +67,7 @@ def policy_of(options: argparse.Namespace) -> ServedPolicy:
         trace=TraceConfig(
             hint_layers=options.hint_layers,
             kv_attention=options.kv_attention,
+            packed_experts=options.packed_experts,
             check_finite=not options.no_check_finite,
         ),
         keep_packed_weights=False,
@@ -76,6 +81,13 @@ def policy_of(options: argparse.Namespace) -> ServedPolicy:
             scales[layer.index, Site.FC1] = scales[layer.index, Site.FC2] = 8 / (6 * E4M3_MAX)
         if layer.attention is not None:
             scales[layer.index, Site.K] = scales[layer.index, Site.V] = KV_GLOBAL_SCALE
+    for layer in policy.layers:
+        packed = getattr(layer.moe, "routed_experts", None)
+        if isinstance(packed, PackedRoutedExperts):
+            for name, buffer in packed.named_buffers():
+                fill = {"codes": None, "scales": E4M3_ONE, "global_scales": 1e-2}
+                value = fill[name.split("_", 1)[1]]
+                buffer.random_(0, 256) if value is None else buffer.fill_(value)
     policy.use_settings(QuantizerSettings(scales, model_id=policy.model_id))
     return policy
 
@@ -178,8 +190,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--preset", default="Qwen3.5-35B-A3B", help=", ".join(PRESETS))
     parser.add_argument("--reduced", action="store_true", help="small widths, for a CPU")
     parser.add_argument("--layers", type=int, help="decoder layers that are built; default all")
+    parser.add_argument("--experts", type=int, help="of a layer; fewer are built sooner")
     parser.add_argument("--hint-layers", default="latter_half")
     parser.add_argument("--kv-attention", default="auto")
+    parser.add_argument("--packed-experts", default="auto", help="off: grouped products in BF16")
     parser.add_argument("--batches", nargs="+", type=int, default=[8, 64, 256])
     parser.add_argument("--context", type=int, default=8192, help="tokens of each request")
     parser.add_argument("--steps", type=int, default=50, help="that are timed at once, default 50")
@@ -202,7 +216,7 @@ def main(arguments: list[str] | None = None) -> None:
         for batch in options.batches:
             for name in options.forwards:
                 rows.append(measured(policy, options, batch, name))
-                print(json.dumps(rows[-1]), flush=True)
+                print(f"{time.perf_counter() - started:.1f} s:", json.dumps(rows[-1]), flush=True)
                 if options.json:
                     facts = {"machine": torch.cuda.get_device_name(), "torch": torch.__version__}
                     facts |= {name: str(value) for name, value in vars(options).items()}

@@ -219,33 +219,41 @@ class EngineForward(GPTInferenceWrapper):
 
 
 def require_capturable(context: RolloutContext, model: HybridModel) -> None:
-    """Checks that nothing in a decode step waits for the device.
+    """Checks that there is a GPU, and that attention of decode steps does not wait for it.
 
     Raises:
-        ValueError: Something does; says what.
+        ValueError: It does, or there is none.
     """
-    trace, device = context.sites.trace, next(model.parameters()).device
-    attentions = [layer.attention for layer in decoder_layers(model) if layer.attention is not None]
-    kernels = cast("PagedSelfAttention", attentions[0]).kv_attention
-    number_format = context.sites.format_of(Site.K)
-    is_e2m1 = (number_format.element.code_bits, number_format.scale_encoding) == (4, "e4m3")
-    if kernels == "torch" or (trace.quantises_kv and not is_e2m1):
+    device = next(model.parameters()).device
+    reason = _why_attention_waits(context, model, device)
+    if reason is not None:
         raise ValueError(
-            "cuda_graphs needs attention that does not wait for the device, which the kernels over "
-            "packed NVFP4 pages and over plain ones are; got a cache of "
-            f"{number_format.name if trace.quantises_kv else 'plain values'} and "
-            f"kv_attention={kernels}"
+            "cuda_graphs needs decode attention that does not wait for the device, which that of "
+            f"plain torch does: {reason}"
         )
     if device.type != "cuda":
         raise ValueError(f"cuda_graphs needs a GPU, and the model lies on {device}")
-    if not trace.quantises_kv:
-        # Only here: Triton looks for a GPU driver when it is imported.
-        from megatron_trace.rollout.kernels import plain_attention
 
-        dtype, head_dim = context.memory_buffer.dtype, context.memory_buffer.shape[-1]
-        reason = plain_attention.why_not(head_dim, dtype, device)
-        if reason is not None:
-            raise ValueError(f"cuda_graphs needs the kernel over plain pages: {reason}")
+
+def _why_attention_waits(
+    context: RolloutContext, model: HybridModel, device: torch.device
+) -> str | None:
+    attentions = [layer.attention for layer in decoder_layers(model) if layer.attention is not None]
+    setting = cast("PagedSelfAttention", attentions[0]).kv_attention
+    if setting == "torch":
+        return "kv_attention=torch asks for it"
+    if context.sites.trace.quantises_kv:
+        number_format = context.sites.format_of(Site.K)
+        if (number_format.element.code_bits, number_format.scale_encoding) != (4, "e4m3"):
+            return f"a cache of {number_format.name} has no other"
+        return None
+    if device.type != "cuda":
+        return None
+    # Only here: Triton looks for a GPU driver when it is imported.
+    from megatron_trace.rollout.kernels import plain_attention
+
+    head_dim = context.hidden_size_per_attention_head
+    return plain_attention.why_not(head_dim, context.params_dtype, device)
 
 
 def require_static_experts(context: RolloutContext) -> None:
