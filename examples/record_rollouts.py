@@ -40,6 +40,7 @@ from megatron_trace.arguments import (
     trace_config_from_args,
 )
 from megatron_trace.config import TraceConfig
+from megatron_trace.conversion.distributed_checkpoint import CheckpointTensors
 from megatron_trace.hints.files_writer import HintFilesWriter
 from megatron_trace.hints.settings_file import SETTINGS_FILE, load_settings
 from megatron_trace.models.hybrid import HybridModules, build_hybrid_model
@@ -273,7 +274,12 @@ def latest_checkpoint(load: str) -> tuple[str, int]:
 
 
 def checkpoint_weights(args: Namespace, folder: str | Path) -> dict[str, torch.Tensor]:
-    """Gives the parameters of one checkpoint by name."""
+    """Gives the parameters of one checkpoint by name.
+
+    Raises:
+        ValueError: There is none, or one of Megatron's own Gated DeltaNet layers.
+    """
+    CheckpointTensors(Path(folder)).refuse_foreign()
     model = build_model(args)
     state: Any = dist_checkpointing.load({"model": model.sharded_state_dict()}, str(folder))
     model.load_state_dict(state["model"])

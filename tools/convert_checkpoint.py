@@ -77,6 +77,12 @@ def print_summary(done: Converted, command: str, output: Path) -> None:
     if done.rounded:
         count, first = len(done.rounded), done.rounded[0]
         print(f"{count} tensors rounded to the original's dtype, such as {first}")
+    if done.widened:
+        count, first = len(done.widened), done.widened[0]
+        print(
+            f"{count} tensors are wider in the original, such as {first}: values that training did "
+            "not change are the original's"
+        )
 
 
 if __name__ == "__main__":

@@ -43,12 +43,14 @@ class Converted:
         left_out: Published tensors that no parameter is made of; to Megatron they are lost, from
             Megatron they are copied from the checkpoint that is written like.
         rounded: Published tensors that a narrower dtype than the checkpoint's changed.
+        widened: Published tensors whose dtype is wider than the checkpoint's.
     """
 
     architecture: Architecture
     num_parameters: int
     left_out: tuple[str, ...]
     rounded: tuple[str, ...] = ()
+    widened: tuple[str, ...] = ()
 
 
 def hf_to_megatron(
@@ -104,7 +106,9 @@ def megatron_to_hf(checkpoint: Path, like: Path, output: Path) -> Converted:
 
     The files have the names, order and dtypes of another published checkpoint of the same model.
     What Megatron's does not have, such as vision, is copied from there, as are the configuration
-    and the tokenizer.
+    and the tokenizer. Of a tensor that the other has in a wider dtype than Megatron's (FP32, and
+    BF16), the values that are still the other's, rounded, are the other's: what Megatron rounded
+    when it loaded them is not published as if training had changed it.
 
     Args:
         checkpoint: Folder that Megatron's `--save` wrote, or of one iteration in it.
@@ -118,6 +122,7 @@ def megatron_to_hf(checkpoint: Path, like: Path, output: Path) -> Converted:
     require_absent(output)
     folder = PublishedFolder(like)
     tensors = CheckpointTensors(iteration_folder(checkpoint))
+    tensors.refuse_foreign()
     has_mtp = any(key.startswith("mtp.") for key in tensors.stored)
     architecture = published_architecture(like, mtp_layers=_mtp(folder))
     parts = _Parts.of(folder, architecture, mtp=has_mtp)
@@ -125,7 +130,7 @@ def megatron_to_hf(checkpoint: Path, like: Path, output: Path) -> Converted:
     problems = tensors.problems(parts.pieces)
     if problems:
         raise ValueError(f"{tensors.folder} does not hold the model of {like}: {listing(problems)}")
-    writer = _TensorWriter(tensors, parts)
+    writer = _TensorWriter(tensors, parts, folder)
     with output_folder(output) as made:
         for file in folder.files.values():
             contents = (
@@ -137,7 +142,11 @@ def megatron_to_hf(checkpoint: Path, like: Path, output: Path) -> Converted:
             if path.is_file() and path.name not in folder.files:
                 shutil.copyfile(path, made / path.name)
     return Converted(
-        architecture, parts.num_parameters, tuple(left_out), tuple(sorted(writer.rounded))
+        architecture,
+        parts.num_parameters,
+        tuple(left_out),
+        tuple(sorted(writer.rounded)),
+        tuple(sorted(writer.widened)),
     )
 
 
@@ -217,30 +226,38 @@ def _cut(rows: Sequence[Rows], start: int, stop: int) -> Iterator[Rows]:
 class _TensorWriter:
     """Gives the bytes of published tensors from a distributed checkpoint."""
 
-    def __init__(self, tensors: CheckpointTensors, model: _Parts) -> None:
-        self.tensors = tensors
+    def __init__(self, tensors: CheckpointTensors, model: _Parts, like: PublishedFolder) -> None:
+        self.tensors, self.like = tensors, like
         self.rounded: set[str] = set()
+        self.widened: set[str] = set()
         self.pieces: dict[str, list[Piece]] = {}
         for piece in model.pieces:
             self.pieces.setdefault(piece.parameter, []).append(piece)
-        # Of each published tensor: (expert, first row, parameter, its first row, rows).
-        self.sources: dict[str, list[tuple[int, int, str, int, int]]] = {}
+        # Of each published tensor: its rows, the parameter that they are in, their first row there.
+        self.sources: dict[str, list[tuple[Rows, str, int]]] = {}
         for parameter, parts in model.rows.items():
             first = 0
             for part in parts:
-                size = part.stop - part.start
-                source = (part.expert or 0, part.start, parameter, first, size)
-                self.sources.setdefault(part.name, []).append(source)
-                first += size
+                self.sources.setdefault(part.name, []).append((part, parameter, first))
+                first += part.stop - part.start
 
     def parts(self, name: str, dtype: torch.dtype) -> Iterator[memoryview]:
         """Yields a tensor's bytes, expert by expert and row by row."""
-        for _, _, parameter, start, size in sorted(self.sources[name]):
+        sources = sorted(self.sources[name], key=lambda s: (s[0].expert or 0, s[0].start))
+        for rows, parameter, start in sources:
+            size = rows.stop - rows.start
             for piece in sorted(self.pieces[parameter], key=lambda p: p.start):
                 low, high = max(start, piece.start), min(start + size, piece.stop)
                 if low < high:
                     values = self._read(piece, low - piece.start, high - low)
                     cast = values.to(dtype)
+                    if dtype.itemsize > values.dtype.itemsize:
+                        shift = rows.start - start
+                        original = self.like.read(
+                            [Rows(name, low + shift, high + shift, rows.expert)]
+                        )
+                        cast = torch.where(original.to(values.dtype) == values, original, cast)
+                        self.widened.add(name)
                     if not cast.isfinite().all():
                         raise ValueError(
                             f"{parameter} of {self.tensors.folder} has NaN or Inf, or values that "

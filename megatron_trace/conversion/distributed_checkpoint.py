@@ -286,6 +286,25 @@ class CheckpointTensors:
             load({}, storage_reader=self._reader, planner=planner, no_dist=True)
         return target
 
+    def refuse_foreign(self) -> None:
+        """Refuses a checkpoint of Megatron's own Gated DeltaNet layers.
+
+        These exist with Transformer Engine only (0.19.2), which fuses the norm before the input
+        projection into it, so that a name tells them; with `--apply-layernorm-1p` their `out_norm`
+        is stored less one.
+
+        Raises:
+            ValueError: It is one.
+        """
+        fused = [key for key in self.stored if key.endswith(".in_proj.layer_norm_weight")]
+        if fused:
+            raise ValueError(
+                f"{self.folder} was written by Megatron's own Gated DeltaNet layers, as it has "
+                f"{fused[0]}: norms are fused into linears and out_norm is stored less one; "
+                "publish it in Hugging Face's format by Megatron-Bridge, then convert that by "
+                "tools/convert_checkpoint.py hf-to-megatron"
+            )
+
     def problems(self, pieces: Sequence[Piece]) -> list[str]:
         """Gives what of a model is not in the checkpoint, or has another shape."""
         shapes = {piece.key: piece.global_shape for piece in pieces}

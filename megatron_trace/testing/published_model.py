@@ -1,4 +1,4 @@
-"""Tiny random checkpoints of the Qwen family, as `transformers` writes them, and their model."""
+"""Tiny random checkpoints of the Qwen family, as `transformers` writes them, and their models."""
 
 from __future__ import annotations
 
@@ -7,7 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from megatron.core import dist_checkpointing
+from megatron.core.models.hybrid.hybrid_model import HybridModel
 from safetensors.torch import load_file, save_file
+
+from megatron_trace.models.architecture import Architecture
+from megatron_trace.models.hybrid import HybridModules, build_hybrid_model
+from megatron_trace.models.local_config import architecture_config
 
 SIZES: dict[str, Any] = {
     "vocab_size": 64,
@@ -62,6 +68,47 @@ def published_model(
             parameter.add_(0.1 * torch.randn_like(parameter))
     model.to(torch.bfloat16).eval().save_pretrained(folder, max_shard_size=max_shard_size)
     return model
+
+
+def converted_model(
+    checkpoint: Path, architecture: Architecture, dtype: torch.dtype, *, mtp: bool = False
+) -> HybridModel:
+    """Gives our model of up to 64 positions, with the weights of a converted checkpoint.
+
+    Args:
+        checkpoint: Folder that the conversion made.
+        architecture: The model.
+        dtype: FP32 or BF16.
+        mtp: Whether multi-token prediction is built.
+    """
+    bf16 = dtype == torch.bfloat16
+    model = build_hybrid_model(
+        architecture_config(architecture, mtp=mtp, params_dtype=dtype, bf16=bf16),
+        pattern=architecture.pattern(mtp=mtp),
+        vocab_size=architecture.vocab_size,
+        max_sequence_length=64,
+        modules=HybridModules(),
+        rotary_percent=architecture.rope_share,
+        rotary_base=architecture.rope_base,
+    )
+    folder = str(checkpoint / "iter_0000000")
+    state: Any = dist_checkpointing.load({"model": model.sharded_state_dict()}, folder)
+    model.load_state_dict(state["model"])
+    return model.eval()
+
+
+def assert_same_folders(one: Path, other: Path) -> None:
+    """Asserts that two folders have files of the same names and bytes.
+
+    Raises:
+        AssertionError: They differ; names the first file that does.
+    """
+    names = sorted(path.name for path in one.iterdir())
+    others = sorted(path.name for path in other.iterdir())
+    assert names == others, f"{names} and {others}"
+    for name in names:
+        same = (one / name).read_bytes() == (other / name).read_bytes()
+        assert same, f"{name} differs between {one} and {other}"
 
 
 def add_tensors(folder: Path, tensors: dict[str, torch.Tensor]) -> None:

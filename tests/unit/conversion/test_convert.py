@@ -17,12 +17,13 @@ from transformers import Qwen3_5MoeTextConfig
 from megatron_trace.conversion.convert import hf_to_megatron, megatron_to_hf
 from megatron_trace.conversion.published_folder import published_architecture
 from megatron_trace.models.architecture import size_differences
-from megatron_trace.models.hybrid import HybridModules, build_hybrid_model, causal_mask
-from megatron_trace.models.local_config import architecture_config
+from megatron_trace.models.hybrid import causal_mask
 from megatron_trace.models.presets import QWEN3_5_35B_A3B
 from megatron_trace.testing.file_size_limit import file_size_limit
 from megatron_trace.testing.published_model import (
     add_tensors,
+    assert_same_folders,
+    converted_model,
     make_it_see,
     mtp_tensors,
     published_model,
@@ -47,36 +48,12 @@ def published(request, tmp_path_factory):
     return folder, published_model(request.param, folder)
 
 
-def assert_same_folders(one, other):
-    names = sorted(path.name for path in one.iterdir())
-    assert names == sorted(path.name for path in other.iterdir())
-    for name in names:
-        assert (one / name).read_bytes() == (other / name).read_bytes(), name
-
-
 def round_trip(folder, tmp_path, **options):
     converted = hf_to_megatron(folder, tmp_path / "megatron", **options)
     back = megatron_to_hf(tmp_path / "megatron", folder, tmp_path / "back")
     assert_same_folders(folder, tmp_path / "back")
     assert back.rounded == ()
     return converted
-
-
-def loaded(checkpoint, architecture, dtype):
-    config = architecture_config(architecture, params_dtype=dtype, bf16=dtype == torch.bfloat16)
-    model = build_hybrid_model(
-        config,
-        pattern=architecture.pattern(),
-        vocab_size=architecture.vocab_size,
-        max_sequence_length=LENGTH,
-        modules=HybridModules(),
-        rotary_percent=architecture.rope_share,
-        rotary_base=architecture.rope_base,
-    )
-    folder = str(checkpoint / "iter_0000000")
-    state = dist_checkpointing.load({"model": model.sharded_state_dict()}, folder)
-    model.load_state_dict(state["model"])
-    return model.eval()
 
 
 def test_a_round_trip_gives_the_same_bytes(published, tmp_path):
@@ -88,7 +65,7 @@ def test_a_round_trip_gives_the_same_bytes(published, tmp_path):
 def test_logits_are_those_of_the_published_model(published, tmp_path):
     folder, model = published
     converted = hf_to_megatron(folder, tmp_path / "megatron")
-    ours = loaded(tmp_path / "megatron", converted.architecture, torch.float32)
+    ours = converted_model(tmp_path / "megatron", converted.architecture, torch.float32)
     tokens = torch.randint(0, 64, (2, LENGTH))
     with torch.no_grad():
         expected = model.float()(tokens).logits
@@ -126,23 +103,10 @@ def test_stacked_experts_vision_and_multi_token_prediction_come_back(tmp_path):
     assert with_mtp.num_parameters > without.num_parameters
 
 
-def test_megatron_loads_fp32_tensors_into_a_bf16_model(tmp_path):
-    """A_log and the norm of Gated DeltaNet are FP32 in some published checkpoints."""
-    folder = tmp_path / "published"
-    published_model("qwen3_5_moe", folder)
-    name = "model.layers.0.linear_attn.A_log"
-    precise = torch.tensor([0.1, 0.2, 0.3, 0.4])
-    add_tensors(folder, {name: precise})
-    converted = round_trip(folder, tmp_path)
-    model = loaded(tmp_path / "megatron", converted.architecture, torch.bfloat16)
-    a_log = model.decoder.layers[0].self_attention.A_log
-    assert torch.equal(a_log, precise.to(torch.bfloat16))
-
-
 def test_a_checkpoint_that_megatron_saved_is_published_with_its_weights(published, tmp_path):
     folder, _ = published
     converted = hf_to_megatron(folder, tmp_path / "megatron")
-    model = loaded(tmp_path / "megatron", converted.architecture, torch.bfloat16)
+    model = converted_model(tmp_path / "megatron", converted.architecture, torch.bfloat16)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(2)

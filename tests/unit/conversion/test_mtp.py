@@ -5,15 +5,18 @@ from dataclasses import replace
 
 import pytest
 import torch
-from megatron.core import dist_checkpointing
 from safetensors.torch import load_file, save_file
 
 from megatron_trace.conversion.convert import hf_to_megatron, megatron_to_hf
 from megatron_trace.conversion.weight_rows import PublishedNames, weight_rows
-from megatron_trace.models.hybrid import HybridModules, build_hybrid_model, causal_mask
-from megatron_trace.models.local_config import architecture_config
+from megatron_trace.models.hybrid import causal_mask
 from megatron_trace.models.presets import QWEN3_5_35B_A3B
-from megatron_trace.testing.published_model import add_tensors, mtp_tensors, published_model
+from megatron_trace.testing.published_model import (
+    add_tensors,
+    converted_model,
+    mtp_tensors,
+    published_model,
+)
 from megatron_trace.testing.published_mtp import published_draft_logits
 from megatron_trace.testing.single_process import single_process
 
@@ -38,19 +41,7 @@ def published(request, tmp_path_factory):
 
 def draft_logits(checkpoint, architecture, tokens):
     """What our model, loaded from a converted checkpoint, predicts two tokens ahead; FP32."""
-    model = build_hybrid_model(
-        architecture_config(architecture, mtp=True, params_dtype=torch.float32),
-        pattern=architecture.pattern(mtp=True),
-        vocab_size=architecture.vocab_size,
-        max_sequence_length=LENGTH,
-        modules=HybridModules(),
-        rotary_percent=architecture.rope_share,
-        rotary_base=architecture.rope_base,
-    ).eval()
-    state = dist_checkpointing.load(
-        {"model": model.sharded_state_dict()}, str(checkpoint / "iter_0000000")
-    )
-    model.load_state_dict(state["model"])
+    model = converted_model(checkpoint, architecture, torch.float32, mtp=True)
     seen = []
     model.mtp.register_forward_hook(lambda module, inputs, output: seen.append(output))
     positions = torch.arange(tokens.shape[1]).expand_as(tokens)
