@@ -76,6 +76,15 @@ def token_of_each_row(
     return routing_map.T.nonzero()[:, 1] if fused else permutation
 
 
+def keeps_all_rows(dispatcher: MoETokenDispatcher) -> bool:
+    """Says whether a dispatcher only sorts its own tokens: each expert is on this rank, whole."""
+    if isinstance(dispatcher, MoEAlltoAllTokenDispatcher):
+        known = not dispatcher.drop_and_pad
+    else:
+        known = isinstance(dispatcher, MoEAllGatherTokenDispatcher)
+    return known and dispatcher.ep_size == 1 and dispatcher.tp_size == 1
+
+
 def _dispatched(
     dispatcher: MoETokenDispatcher, rows: torch.Tensor, experts: torch.Tensor | None
 ) -> torch.Tensor:

@@ -19,7 +19,7 @@ from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 
 from megatron_trace.formats import NumberFormat
 from megatron_trace.hints.types import ScaleForm
-from megatron_trace.training.dispatch import dispatch_rows, dispatch_slot_rows
+from megatron_trace.training.dispatch import dispatch_rows, dispatch_slot_rows, keeps_all_rows
 from megatron_trace.training.rounding import HintRows, move_together
 
 # From a dispatched row to its global expert, and to its row of the micro-batch where that is known.
@@ -118,6 +118,8 @@ def dispatched_slots(
     given = [rows for rows in (hint, codes) if rows is not None]
     if not given:
         return None
+    if replayed and keeps_all_rows(dispatcher):
+        return _sorted_slots(experts, real, hint, codes)
     num_slots = experts.shape[1]
     move = partial(_move_slots, dispatcher, experts)
     flags = [real, *(rows.has_hint for rows in given)]
@@ -146,6 +148,36 @@ def dispatched_slots(
     return SlotRows(
         real_rows,
         real_rows & ~known,
+        next(found) if hint is not None else None,
+        next(found) if codes is not None else None,
+    )
+
+
+def _sorted_slots(
+    experts: torch.Tensor, real: torch.Tensor, hint: HintRows | None, codes: HintRows | None
+) -> SlotRows:
+    """Gives the slots of all tokens by expert, and of an expert by token.
+
+    That is the order of a rank that has all experts, when tokens go where the record says. Nothing
+    is asked of the device here, so that the host need not wait for it.
+    """
+    num_slots = experts.shape[1]
+    slots = experts.flatten().to(torch.int16).sort(stable=True).indices
+    tokens = slots // num_slots
+    given = [rows for rows in (hint, codes) if rows is not None]
+    flags = torch.stack([real, *(rows.has_hint for rows in given)])[:, tokens]
+    found = iter(
+        replace(
+            rows,
+            payload=rows.payload.view(len(slots), -1).index_select(0, slots),
+            scale_bytes=rows.scale_bytes.view(len(slots), -1).index_select(0, slots),
+            has_hint=present,
+        )
+        for rows, present in zip(given, flags[1:], strict=True)
+    )
+    return SlotRows(
+        flags[0],
+        torch.zeros_like(flags[0]),
         next(found) if hint is not None else None,
         next(found) if codes is not None else None,
     )
