@@ -21,6 +21,7 @@ import platform
 import subprocess
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -120,11 +121,8 @@ def calls_of(
         x = torch.randn(tokens, HIDDEN, device="cuda").bfloat16()
         experts, probabilities = random_routing(tokens, EXPERTS, TOP_K, device="cuda")
         num_bytes += len(experts.unique()) * weights.expert_bytes
-        calls.append(
-            lambda x=x, e=experts, p=probabilities, w=weights: kernel.routed_experts(
-                x, e, p, w, flags=flags
-            )
-        )
+        arguments = (x, experts, probabilities, weights)
+        calls.append(partial(kernel.routed_experts, *arguments, flags=flags))
     return calls, num_bytes / len(layers)
 
 
@@ -177,17 +175,19 @@ def time_bf16(all_tokens: tuple[int, ...]) -> list[dict[str, float]]:
 
 
 def profile(layers: list[PackedExperts], tokens: int) -> dict[str, float]:
-    """Gives the time of each kernel alone in us."""
+    """Gives the time of each kernel in us; they overlap."""
     calls, _ = calls_of(layers, tokens)
     activities = [torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profiler:
         for call in calls:
             call()
         torch.cuda.synchronize()
+    names = ("prepare", "multiply", "combine")
     return {
-        event.key.split("(")[0].split("::")[-1]: event.device_time_total / len(calls)
+        name: event.device_time_total / len(calls)
         for event in profiler.key_averages()
-        if event.device_time_total > 0
+        for name in names
+        if f"{name}_kernel" in event.key
     }
 
 
@@ -195,7 +195,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("bench_experts.json"))
     parser.add_argument(
-        "--variants", nargs="*", default=CEILINGS, help="other builds to be timed, a macro each"
+        "--variants",
+        nargs="*",
+        default=CEILINGS,
+        help="other builds to be timed, each a list of macros NAME=1,...",
     )
     arguments = parser.parse_args()
     torch.manual_seed(0)
@@ -224,12 +227,12 @@ def main() -> None:
     layers = [random_experts(EXPERTS, HIDDEN, WIDTH, device="cuda", seed=i) for i in range(LAYERS)]
     copy = result["copy_TBps"]
     keep("fp4", lambda: time_kernel(layers, copy, TOKENS))
-    keep("bf16", lambda: time_bf16((1, 8, 32, 64, 256)))
     for variant in arguments.variants:
-        flags = (f"-D{variant}",)
+        flags = tuple(f"-D{macro}" for macro in variant.split(","))
         keep(variant, lambda flags=flags: time_kernel(layers, copy, (32, 256), flags))
     for tokens in (8, 256):
         keep(f"profile_{tokens}_us", lambda tokens=tokens: profile(layers, tokens))
+    keep("bf16", lambda: time_bf16((1, 8, 32, 64, 256)))
     if result["right"] is not True:
         raise SystemExit("the kernel's results are not right: see checks")
 
