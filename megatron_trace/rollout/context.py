@@ -453,5 +453,6 @@ class RolloutContext(DynamicInferenceContext):
         return blocks, table[positions // size].long(), positions % size
 
     @staticmethod
-    def _on_device(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return tuple(tensor.to(torch.cuda.current_device()) for tensor in tensors)
+    def _on_device(pages: torch.Tensor, offsets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        device = torch.cuda.current_device()
+        return pages.to(device), offsets.to(device)

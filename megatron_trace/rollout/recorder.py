@@ -43,6 +43,7 @@ class _Step:
     num_slots: dict[Place, int] = field(default_factory=dict)
     slots_put: dict[Place, torch.Tensor] = field(default_factory=dict)
     rows: dict[Place, Rows] = field(default_factory=dict)
+    whole: set[Place] = field(default_factory=set)
     is_written: bool = False
     is_sent: bool = False
 
@@ -183,7 +184,8 @@ class Recorder:
         places = self._recorded_places()
         if step is None or not self._keep or not places or not step.rows.keys() >= set(places):
             return
-        parts = [part for place in places for part in step.rows[place]]
+        rows = step.rows | self._narrowed_rows(step)
+        parts = [part for place in places for part in rows[place]]
         if self._ring is None:
             self._ring = self._new_ring(places, parts)
             self._ring.begin(step.places, step.num_padded)
@@ -191,6 +193,18 @@ class Recorder:
             parts.append(self._padding[: step.num_padded])
         self._ring.write(torch.cat(parts, dim=1))
         step.is_written = True
+
+    def _narrowed_rows(self, step: _Step) -> dict[Place, Rows]:
+        """Gives the rows of places whose codes are whole so far, narrowed by one call a site."""
+        rows: dict[Place, Rows] = {}
+        for site in {site for _, site in step.whole}:
+            places = sorted(place for place in step.whole if place[1] == site)
+            widths = [step.rows[place][0].shape[1] for place in places]
+            hints = self.narrowed(site, torch.cat([step.rows[place][0] for place in places], 1))
+            kept = [width * hints.shape[1] // sum(widths) for width in widths]
+            for place, hint in zip(places, hints.split(kept, dim=1), strict=True):
+                rows[place] = hint, step.rows[place][1]
+        return rows
 
     def send(self) -> None:
         """Sends what `gather` wrote to the host, and takes what has arrived of earlier steps."""
@@ -262,7 +276,9 @@ class Recorder:
     def put(
         self, layer: int, site: Site, packed_codes: torch.Tensor, scale_bytes: torch.Tensor
     ) -> None:
-        """Keeps what a quantiser gave for the rows of the running step.
+        """Keeps what a quantiser gave for the rows of the running step; both must stay as they are.
+
+        The codes are narrowed by `gather`, those of a site together.
 
         Args:
             layer: Decoder layer.
@@ -273,9 +289,11 @@ class Recorder:
         Raises:
             RuntimeError: The place was recorded in this step already.
         """
-        if self.keeps(layer, site):
-            hint = packed_codes if site.is_cached else self.narrowed(site, packed_codes)
-            self.put_hint(layer, site, hint, scale_bytes)
+        if not self.keeps(layer, site):
+            return
+        self.put_hint(layer, site, packed_codes, scale_bytes)
+        if self._step is not None and not site.is_cached:
+            self._step.whole.add((layer, site))
 
     def put_hint(
         self, layer: int, site: Site, hint: torch.Tensor, scale_bytes: torch.Tensor

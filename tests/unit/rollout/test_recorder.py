@@ -87,6 +87,26 @@ def test_what_is_kept_of_codes_may_be_narrower():
     assert _rows(recorder, [(0, 0), (0, 1)]) == ([[11], [21]], [[110, 111], [120, 121]])
 
 
+def test_codes_of_a_site_are_narrowed_together_and_kept_apart():
+    calls = []
+
+    def narrowed(site, codes):
+        calls.append(site)
+        return codes[:, ::2]
+
+    layers = (3, 5)
+    recorder = Recorder([(layer, Site.FC1) for layer in layers], narrowed=narrowed)
+    recorder.reserve(PAGES, PAGE_TOKENS, largest_step=8)
+    recorder.start({10: "a"}, keep=True)
+    _begin(recorder, [(10, 0)], [(1, 2)], padding=1)
+    for layer in reversed(layers):
+        _put(recorder, [10 * layer, 0], (layer, Site.FC1))
+    recorder.end_step()
+    assert calls == [Site.FC1]
+    for layer in layers:
+        assert _rows(recorder, [(1, 2)], (layer, Site.FC1))[0] == [[10 * layer]]
+
+
 def _put_slots(recorder: Recorder, tokens: list[int], slots: list[int]) -> None:
     """Records rows whose values say to which token and slot they belong."""
     index = torch.tensor(tokens, dtype=torch.int64), torch.tensor(slots, dtype=torch.int64)
