@@ -1,5 +1,6 @@
 """What all tests share: CUDA stand-in, threads, deterministic GPUs, meaning of the gpu marker."""
 
+import gc
 import os
 
 import pytest
@@ -27,3 +28,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_collection_finish() -> None:
+    """Spares every collection of garbage the million objects that imports made."""
+    gc.collect()
+    gc.freeze()

@@ -3,40 +3,36 @@
 The function lives in a file, given by path, so that a test module needs no importable name. Each
 rank gets a file store, so no port is fixed. pytest does not rewrite asserts there: the function
 writes its own messages.
+
+Ranks are forked from one process that imported Megatron, which starts with the first of them and
+ends with this process; where there is a GPU, whose driver does not survive a fork, they are started
+anew.
 """
 
 from __future__ import annotations
 
-import subprocess
+import importlib.util
+import multiprocessing.process
+import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from megatron_trace.testing import cpu_runtime
+
 POLL_S = 0.05
 # After one rank failed, the others may still finish and tell what they saw.
 GRACE_S = 3.0
 TAIL_CHARACTERS = 4000
 
-_CHILD = """
-import importlib.util, sys
-sys.path.insert(0, sys.argv.pop(1))
-from megatron_trace.testing import cpu_runtime
-cpu_runtime.install()
-import torch
-from megatron_trace.testing.ranks import run_rank
-path, name, folder, rank, world_size = sys.argv[1:]
-spec = importlib.util.spec_from_file_location("ranks_target", path)
-module = importlib.util.module_from_spec(spec)
-sys.modules["ranks_target"] = module
-spec.loader.exec_module(module)
-run_rank(getattr(module, name), folder, int(rank), int(world_size))
-"""
+# Imported once, before ranks are forked from the process that did; Megatron takes seconds.
+_PRELOAD = ("megatron_trace.testing.cpu_runtime_installed", "megatron_trace.testing.single_process")
 
 
 def run_ranks(
@@ -79,9 +75,9 @@ def run_ranks(
         finally:
             for process in processes:
                 process.kill()
-                process.wait()
+                process.join()
             outputs.pass_on()
-        codes = [process.returncode for process in processes]
+        codes = [process.exitcode for process in processes]
         if any(codes):
             raise RuntimeError(_failure(folder, codes, timeout_s if timed_out else None))
         return [
@@ -121,24 +117,43 @@ def join_group(store: Path, *, rank: int, world_size: int) -> None:
 
 def _start(
     file: str | Path, function: str, folder: Path, rank: int, world_size: int
-) -> subprocess.Popen[bytes]:
-    package = Path(__file__).resolve().parents[2]
-    with (folder / f"output-{rank}.txt").open("wb") as output:
-        return subprocess.Popen(
-            [
-                sys.executable,
-                "-c",
-                _CHILD,
-                str(package),
-                str(file),
-                function,
-                str(folder),
-                str(rank),
-                str(world_size),
-            ],
-            stdout=output,
-            stderr=subprocess.STDOUT,
-        )
+) -> multiprocessing.process.BaseProcess:
+    (folder / f"output-{rank}.txt").touch()
+    start = multiprocessing.get_context("spawn").Process
+    if not torch.cuda.is_available():
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(list(_PRELOAD))
+        start = context.Process
+    process = start(
+        target=_run_in_process,
+        args=(str(file), function, str(folder), rank, world_size, dict(os.environ)),
+    )
+    process.start()
+    return process
+
+
+def _run_in_process(
+    file: str,
+    function: str,
+    folder: str,
+    rank: int,
+    world_size: int,
+    environment: dict[str, str],
+) -> None:
+    """Is the whole life of a rank's process, which the parent's environment did not reach."""
+    output = os.open(Path(folder) / f"output-{rank}.txt", os.O_WRONLY)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.environ.clear()
+    os.environ.update(environment)
+    cpu_runtime.install()
+    spec = importlib.util.spec_from_file_location("ranks_target", file)
+    assert spec is not None, file
+    assert spec.loader is not None, file
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["ranks_target"] = module
+    spec.loader.exec_module(module)
+    run_rank(getattr(module, function), folder, rank, world_size)
 
 
 class _Outputs:
@@ -169,13 +184,15 @@ class _Outputs:
                 self._echo(f"[{time.monotonic() - self._begun:5.1f} s, rank {rank}] {line}")
 
 
-def _wait(processes: list[subprocess.Popen[bytes]], timeout_s: float, outputs: _Outputs) -> bool:
+def _wait(
+    processes: Sequence[multiprocessing.process.BaseProcess], timeout_s: float, outputs: _Outputs
+) -> bool:
     """Waits until all ranks ended, or one failed and the grace is over; whether time ran out."""
     deadline = time.monotonic() + timeout_s
     failed = False
-    while any(process.poll() is None for process in processes):
+    while any(process.exitcode is None for process in processes):
         outputs.pass_on()
-        if not failed and any(process.poll() not in (None, 0) for process in processes):
+        if not failed and any(process.exitcode not in (None, 0) for process in processes):
             failed = True
             deadline = min(deadline, time.monotonic() + GRACE_S)
         if time.monotonic() > deadline:
@@ -184,7 +201,7 @@ def _wait(processes: list[subprocess.Popen[bytes]], timeout_s: float, outputs: _
     return False
 
 
-def _failure(folder: Path, codes: list[int], timeout_s: float | None) -> str:
+def _failure(folder: Path, codes: Sequence[int | None], timeout_s: float | None) -> str:
     reason = "a rank failed" if timeout_s is None else f"not finished after {timeout_s:g} s"
     outputs = [
         f"--- rank {rank}, exit code {code}{' (ended by the spawner)' if code == -9 else ''}\n"
