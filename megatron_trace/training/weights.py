@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 # A 128-bit sum as int64 limbs, which all-reduce can add for 2**47 ranks without overflow.
 LIMB_BITS = 16
 NUM_LIMBS = 128 // LIMB_BITS
+# Values of the matrices that are quantised together, 256 MiB in BF16.
+_GROUP_VALUES = 1 << 27
 
 
 @dataclass(frozen=True)
@@ -87,29 +89,82 @@ def shared_amax(
 def quantise_weight(
     weight: torch.Tensor, rule: WeightRule, amax: torch.Tensor | None = None
 ) -> QuantisedWeight:
-    """Quantises one expert matrix: blocks along K, rounding to nearest, one global scale.
-
-    The BF16 weight is quantised, whatever the trainer computes in, because that is what the engine
-    gets. Gate and up are one matrix and share its amax.
+    """Quantises one expert matrix, see `quantise_weights`.
 
     Args:
         weight: float [rows, K].
         rule: How the engine quantises weights.
         amax: FP32 0-d; that of the whole matrix if this is a shard, see `shared_amax`.
     """
-    source = weight.detach().to(torch.bfloat16)
+    return quantise_weights([weight], rule, [amax])[0]
+
+
+@torch.no_grad()
+def quantise_weights(
+    weights: Sequence[torch.Tensor], rule: WeightRule, amax: Sequence[torch.Tensor | None]
+) -> list[QuantisedWeight]:
+    """Quantises expert matrices: blocks along K, rounding to nearest, a global scale for each.
+
+    The BF16 weight is quantised, whatever the trainer computes in, because that is what the engine
+    gets. Gate and up are one matrix and share its amax. Matrices of one shape are quantised
+    together, some at a time, as each by itself would have the host launch dozens of kernels.
+
+    Args:
+        weights: float [rows, K] each.
+        rule: How the engine quantises weights.
+        amax: FP32 0-d each; that of the whole matrix where the weight is a shard.
+    """
+    groups: dict[tuple[torch.Size, bool], list[int]] = {}
+    for index, (weight, whole) in enumerate(zip(weights, amax, strict=True)):
+        groups.setdefault((weight.shape, whole is None), []).append(index)
+    found: dict[int, QuantisedWeight] = {}
+    for (shape, _), members in groups.items():
+        size = max(_GROUP_VALUES // max(shape.numel(), 1), 1)
+        for first in range(0, len(members), size):
+            part = members[first : first + size]
+            forms = _quantised_group([weights[i] for i in part], rule, [amax[i] for i in part])
+            found |= dict(zip(part, forms, strict=True))
+    return [found[index] for index in range(len(weights))]
+
+
+def _quantised_group(
+    weights: Sequence[torch.Tensor], rule: WeightRule, amax: Sequence[torch.Tensor | None]
+) -> list[QuantisedWeight]:
+    """Quantises matrices [rows, K] of one shape, all of which are whole, or none."""
+    source = torch.stack([weight.detach().to(torch.bfloat16) for weight in weights])
+    shared = [whole for whole in amax if whole is not None]
+    largest = torch.stack(shared) if shared else _amax(source)
     number_format = rule.number_format
-    global_scale = number_format.global_scale_from_amax(
-        source.abs().amax() if amax is None else amax, rule.power_of_two_scales
-    )
-    coded = *ops.encode(source, global_scale, number_format=number_format), global_scale
-    return QuantisedWeight(
-        source.clone().view(torch.int16),
-        *coded,
-        values=ops.decode(*coded, number_format=number_format, dtype=rule.operand_dtype),
-        rule=rule,
-        amax=amax,
-    )
+    scales = number_format.global_scale_from_amax(largest, rule.power_of_two_scales)
+    of_rows = None if scales is None else scales.view(-1, 1, 1)
+    if rule.operand_dtype == source.dtype:
+        values, packed_codes, scale_bytes = ops.rtn_record(
+            source, of_rows, num_bits=number_format.code_bits, number_format=number_format
+        )
+    else:
+        packed_codes, scale_bytes = ops.encode(source, of_rows, number_format=number_format)
+        coded = packed_codes, scale_bytes, of_rows
+        values = ops.decode(*coded, number_format=number_format, dtype=rule.operand_dtype)
+    return [
+        QuantisedWeight(
+            source[index].view(torch.int16),
+            packed_codes[index],
+            scale_bytes[index],
+            None if scales is None else scales[index],
+            values[index],
+            rule,
+            whole,
+        )
+        for index, whole in enumerate(amax)
+    ]
+
+
+def _amax(matrices: torch.Tensor) -> torch.Tensor:
+    """Gives the largest magnitude of each of [matrices, rows, K], without their magnitudes."""
+    flat = matrices.flatten(1)
+    if not flat.shape[1]:
+        return flat.new_zeros(len(flat))
+    return torch.maximum(flat.amax(1), -flat.amin(1)).abs()
 
 
 class ExpertWeight:
@@ -118,10 +173,13 @@ class ExpertWeight:
     Nothing announces reliably that a weight changed: Megatron's optimizers and its parameter
     gathers write through `.data` and buffers, which leaves `_version` as it was. So the BF16 bits
     that were quantised are kept (2 bytes per value), and each use compares them.
+
+    Attributes:
+        known: The form that was last asked for; None if there is none.
     """
 
     def __init__(self) -> None:
-        self._quantised: QuantisedWeight | None = None
+        self.known: QuantisedWeight | None = None
 
     def current(
         self, weight: torch.Tensor, rule: WeightRule, amax: torch.Tensor | None = None
@@ -135,36 +193,25 @@ class ExpertWeight:
         """
         return current_weights([self], [weight], rule, [amax])[0]
 
-    def has_changed(
+    def comparable(
         self, weight: torch.Tensor, rule: WeightRule, amax: torch.Tensor | None
-    ) -> torch.Tensor | None:
-        """Gives whether bits or amax differ from those quantised, bool 0-d on the weight's device.
-
-        None if nothing was quantised in this way there.
-        """
-        known = self._quantised
+    ) -> QuantisedWeight | None:
+        """Gives the known form if it was quantised in this way, of such a weight; else None."""
+        known = self.known
         if (
             known is None
             or known.rule != rule
             or known.source_bits.device != weight.device
+            or known.source_bits.shape != weight.shape
             or (known.amax is None) != (amax is None)
         ):
             return None
-        bits = weight.detach().to(torch.bfloat16).view(torch.int16)
-        changed = (known.source_bits != bits).any()
-        return changed if amax is None else changed | (known.amax != amax)
-
-    def quantised(
-        self, weight: torch.Tensor, rule: WeightRule, amax: torch.Tensor | None, *, anew: bool
-    ) -> QuantisedWeight:
-        """Gives the quantised weight; `anew` quantises it again."""
-        if anew or self._quantised is None:
-            self._quantised = quantise_weight(weight, rule, amax)
-        return self._quantised
+        return known
 
 
+@torch.no_grad()
 def current_weights(
-    known: Sequence[ExpertWeight],
+    forms: Sequence[ExpertWeight],
     weights: Sequence[torch.Tensor],
     rule: WeightRule,
     amax: Sequence[torch.Tensor | None],
@@ -174,20 +221,61 @@ def current_weights(
     Asks the device for all of them at once: each answer that the host waits for stops the queue.
 
     Args:
-        known: Quantised forms of the matrices, as far as they are known.
+        forms: Quantised forms of the matrices, as far as they are known.
         weights: float [rows, K] each.
         rule: How the engine quantises weights.
         amax: FP32 0-d each; that of the whole matrix where the weight is a shard.
     """
-    parts = list(zip(known, weights, amax, strict=True))
-    changed = [form.has_changed(weight, rule, whole) for form, weight, whole in parts]
-    asked = [flag for flag in changed if flag is not None]
-    answers = iter(torch.stack(asked).tolist() if asked else ())
-    stale = [True if flag is None else next(answers) for flag in changed]
-    return [
-        (form.quantised(weight, rule, whole, anew=anew), anew)
-        for (form, weight, whole), anew in zip(parts, stale, strict=True)
-    ]
+    parts = list(zip(forms, weights, amax, strict=True))
+    asked = {
+        index: known
+        for index, (form, weight, whole) in enumerate(parts)
+        if (known := form.comparable(weight, rule, whole)) is not None
+    }
+    stale = set(range(len(parts))) - asked.keys()
+    if asked:
+        answers = _changed(asked, weights, amax)
+        stale |= {index for index, changed in zip(asked, answers, strict=True) if changed}
+    anew = sorted(stale)
+    for index in anew:
+        forms[index].known = None  # Of a group, the last one frees its memory.
+    quantised = quantise_weights([weights[i] for i in anew], rule, [amax[i] for i in anew])
+    for index, form in zip(anew, quantised, strict=True):
+        forms[index].known = form
+    found = []
+    for index, form in enumerate(forms):
+        assert form.known is not None, "it was known, or quantised now"
+        found.append((form.known, index in stale))
+    return found
+
+
+def _changed(
+    asked: Mapping[int, QuantisedWeight],
+    weights: Sequence[torch.Tensor],
+    amax: Sequence[torch.Tensor | None],
+) -> list[bool]:
+    """Gives whether bits or amax of each weight differ from those that were quantised."""
+    bits = [weights[index].detach().to(torch.bfloat16).view(torch.int16) for index in asked]
+    changed = _changed_bits(bits, [known.source_bits for known in asked.values()])
+    old = [known.amax for known in asked.values() if known.amax is not None]
+    new = [whole for index in asked if (whole := amax[index]) is not None]
+    if not old:
+        return changed.tolist()
+    differs = iter((torch.stack(old) != torch.stack(new)).tolist())
+    pairs = zip(asked.values(), changed.tolist(), strict=True)
+    return [of_bits | (known.amax is not None and next(differs)) for known, of_bits in pairs]
+
+
+def _changed_bits(tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Gives which tensors differ from others of their shapes, bool on their device."""
+    if tensors[0].is_cuda:
+        # Only here: Triton looks for a GPU driver when it is imported.
+        from megatron_trace.formats import kernels_changed
+
+        if all(map(kernels_changed.can_compare, (*tensors, *others))):
+            return kernels_changed.changed_bits(tensors, others)
+    pairs = zip(tensors, others, strict=True)
+    return torch.stack([(tensor != other).any() for tensor, other in pairs])
 
 
 def expert_weight_digest(
@@ -237,8 +325,10 @@ def _chunk_digest(model: DecoderModel, sites: TraceSites) -> int:
         experts: Any = layer.moe.experts
         etp_group = experts.tp_group
         amax = shared_amax([linear.weight for _, _, linear in linears], etp_group)
-        for (expert, matrix, linear), whole_amax in zip(linears, amax, strict=True):
-            weight, _ = linear.place.weight.current(linear.weight, sites.weight_rule, whole_amax)
+        forms = [linear.place.weight for _, _, linear in linears]
+        weights = [linear.weight for _, _, linear in linears]
+        known = current_weights(forms, weights, sites.weight_rule, amax)
+        for (expert, matrix, _), (weight, _) in zip(linears, known, strict=True):
             gated = matrix == "fc1" and model.config.gated_linear_unit
             packed_codes, scale_bytes = (
                 _whole_matrix(part, matrix, etp_group, gated=gated)
