@@ -23,8 +23,9 @@ def run_program() -> Callable[..., str]:
 
     def run(name: str, *arguments: str, interpret: bool) -> str:
         interpreter = {"TRITON_INTERPRET": "1"} if interpret else {}
+        programs = [str(HERE / "quick_interpreter.py"), name] if interpret else [str(HERE / name)]
         process = subprocess.run(
-            [sys.executable, "-W", "ignore", str(HERE / name), *arguments],
+            [sys.executable, "-W", "ignore", *programs, *arguments],
             env=os.environ | {"PYTHONPATH": str(HERE.parents[1])} | interpreter,
             capture_output=True,
             text=True,
