@@ -271,6 +271,7 @@ def measure_training(block: Block, cases: Sequence[Case], num_tokens: int) -> li
                 )
                 stack.enter_context(stream)
                 trainers.append(Trainer(case, model, sites, stream))
+        print(f"built, {time.perf_counter() - options.started:.1f} s so far", flush=True)
         failed: set[str] = set()
         for round_number in range(options.rounds + 1):
             # One round that counts is the least.
@@ -284,9 +285,15 @@ def measure_training(block: Block, cases: Sequence[Case], num_tokens: int) -> li
                     continue
                 failed.add(trainer.case.name)
                 with _reported(trainer.case.name):
+                    started = time.perf_counter()
                     train(trainer, options.micro_batches, device, count=round_number > 0)
+                    if round_number == 0:
+                        seconds = time.perf_counter() - started
+                        print(f"{trainer.case.name}: first round {seconds:.2f} s", flush=True)
                     failed.remove(trainer.case.name)
             optimizer.append(block.optimizer_step())
+            passed = time.perf_counter() - options.started
+            print(f"round {round_number} done, {passed:.1f} s so far", flush=True)
         rows = [
             row_of(trainer, num_tokens, statistics.median(optimizer))
             for trainer in trainers
