@@ -5,10 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 
+from megatron_trace.rollout.decode_graphs import DecodeGraphs
 from megatron_trace.rollout.sampling import SamplingSettings
 from megatron_trace.rollout.serving import EngineLimits, Server
 from megatron_trace.testing.long_decode import LongDecode, begin_decoding, move_to
-from megatron_trace.testing.tiny_rollout import EOD_TOKEN, MAX_SEQUENCE_LENGTH, tiny_engine
+from megatron_trace.testing.rollouts import assert_same_rollout
+from megatron_trace.testing.tiny_rollout import (
+    EOD_TOKEN,
+    MAX_SEQUENCE_LENGTH,
+    random_prompts,
+    roll_out,
+    tiny_engine,
+)
 
 PROMPT = [index % EOD_TOKEN for index in range(21)]
 GREEDY = SamplingSettings(max_new_tokens=40, greedy=True)
@@ -62,3 +70,14 @@ def test_steps_are_timed_where_the_requests_are_said_to_be(trace_engine):
         assert 4 <= decode.distinct_experts() <= 12, "three tokens, four of 16 experts each"
     tables = context.kv_block_allocator
     assert tables.total_avail == tables.total_count - 1, "all pages are free again"
+
+
+@pytest.mark.gpu
+def test_replayed_graphs_over_plain_pages_compute_what_their_kernels_do(weights):
+    rollouts = []
+    for captured in (False, True):
+        graphs = DecodeGraphs((4, 8, 13), captured=captured)
+        engine = tiny_engine(weights, "bf16", max_requests=13, limits={"cuda_graphs": graphs})
+        rollouts.append(roll_out(engine, random_prompts(11, longest=24), max_new_tokens=12))
+    assert engine._server.forward.num_replayed > 6
+    assert_same_rollout(*rollouts)
