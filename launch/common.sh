@@ -173,7 +173,8 @@ over() {
 
 version() { cat "$RUN/checkpoints/latest_checkpointed_iteration.txt" 2>/dev/null || echo 0; }
 
-checkpoint() { # checkpoint FOLDER: sets CHECKPOINT to its newest iteration, and VERSION: one for the whole job, also while a run goes on.
+# checkpoint FOLDER: sets CHECKPOINT, its newest iteration, and VERSION; one for the whole job, also while a run goes on.
+checkpoint() {
     CHECKPOINT=$1 VERSION=latest
     if [[ -f $1/latest_checkpointed_iteration.txt ]]; then
         VERSION=$(<"$1/latest_checkpointed_iteration.txt")
@@ -193,7 +194,7 @@ rendezvous() { # Sets MASTER_ADDR and MASTER_PORT for the tasks of the first com
     export MASTER_ADDR
 }
 
-# make_folder NAME FOLDER PROGRAM...: runs a program once that writes a folder, unless an earlier attempt did; it is there as a whole or not at all.
+# make_folder NAME FOLDER PROGRAM...: runs a program that writes a folder (as a whole or not at all), unless it is there.
 make_folder() {
     local name=$1 folder=$2
     shift 2

@@ -1,6 +1,6 @@
 #!/bin/bash
-# Says why this node cannot run the job's programs, before a whole job fails by it; one task a node, inside the container if there is one.
-# The folder of device files can be given for a test.
+# Says why this node cannot run the job's programs, before all of them fail by it; one task a node, inside the container if
+# there is one. The folder of device files can be given for a test.
 set -euo pipefail
 devices=${1:-/dev}
 ok=1

@@ -6,7 +6,7 @@ begin
 checkpoint "${EXPORT:-$RUN/checkpoints}"
 output=$RUN/ptq/version-$VERSION
 # What a run of FP4 says of its own method does not hold here.
-plain=(--trace-number-format=nvfp4 --trace-quantised-parts=experts_and_kv --no-trace-power-of-two-scales --trace-diagnostic-share=0)
+plain=(--trace-number-format=nvfp4 --trace-quantised-parts=experts_and_kv --trace-diagnostic-share=0)
 make_folder convert "$output/bf16" "$PYTHON" tools/convert_checkpoint.py megatron-to-hf "$CHECKPOINT" "$output/bf16" --like "$PUBLISHED"
 evaluate evaluate-bf16 "$output/evaluations/bf16" "${plain[@]}" --trace-method=bf16
 for recipe in $PTQ_RECIPES; do

@@ -5,7 +5,8 @@ set -uo pipefail
 export RANK=0 WORLD_SIZE=1 LOCAL_RANK=0 MASTER_ADDR=127.0.0.1
 # Workers of a node differ by their local number, those of other nodes have their own ports.
 export MASTER_PORT=$((31000 + (SLURM_JOB_ID * 16 + SLURM_LOCALID) % 1500))
-# Each sees one GPU (or MIG instance, of which CUDA shows a process one only) of those that Slurm gave, or else of the node's; more workers than GPUs share.
+# Each sees one GPU (or MIG instance, of which CUDA shows a process one only) of those that Slurm gave, or else of the node's;
+# more workers than GPUs share.
 if [[ -n ${CUDA_VISIBLE_DEVICES:-} ]]; then
     IFS=, read -ra devices <<<"$CUDA_VISIBLE_DEVICES"
     export CUDA_VISIBLE_DEVICES=${devices[SLURM_LOCALID % ${#devices[@]}]}

@@ -12,6 +12,7 @@ import os
 import shutil
 import signal
 import socket
+import stat
 import subprocess
 import time
 from collections.abc import Callable, Mapping
@@ -54,7 +55,8 @@ InactiveLimit=0
 MinJobAge=3600
 SlurmctldTimeout=60
 SlurmdTimeout=120
-NodeName=n[1-{nodes}] NodeHostname={host} NodeAddr=127.0.0.1 Port=[{first_port}-{last_port}] CPUs={cpus} RealMemory=2000 State=UNKNOWN
+{gres_types}
+NodeName=n[1-{nodes}] NodeHostname={host} NodeAddr=127.0.0.1 Port=[{first_port}-{last_port}] CPUs={cpus} RealMemory=2000 {gres} State=UNKNOWN
 PartitionName=main Nodes=ALL Default=YES MaxTime=120 State=UP
 """  # noqa: E501  Slurm reads a node's line as one line.
 
@@ -73,6 +75,7 @@ class SlurmCluster:
         nodes: Number of nodes.
         cpus: Processors that each node claims.
         kill_wait_s: Seconds from TERM to KILL.
+        gpus: GPUs that each node claims, device files that lead nowhere; needs root.
     """
 
     def __init__(
@@ -83,11 +86,13 @@ class SlurmCluster:
         nodes: int = 2,
         cpus: int = 4,
         kill_wait_s: int = 5,
+        gpus: int = 0,
     ) -> None:
         self.folder = folder.resolve()
         self.nodes = nodes
         self.cpus = cpus
         self.kill_wait_s = kill_wait_s
+        self.gpus = gpus
         self.environment = {
             name: value
             for name, value in environment.items()
@@ -149,8 +154,12 @@ class SlurmCluster:
                 controller_port=port,
                 first_port=port + 1,
                 last_port=port + self.nodes,
+                gres_types="GresTypes=gpu" if self.gpus else "",
+                gres=f"Gres=gpu:{self.gpus}" if self.gpus else "",
             )
         )
+        if self.gpus:
+            self._make_devices()
         try:
             self._start_daemons(key)
         except BaseException:
@@ -203,6 +212,14 @@ class SlurmCluster:
             self._spawn("slurmd", "-D", "-N", f"n{number}", "-f", conf)
         while self.run("sinfo", "-h", "-N", "-o", "%T").stdout.split() != ["idle"] * self.nodes:
             self._require_alive(end)
+
+    def _make_devices(self) -> None:
+        # Slurm sets CUDA_VISIBLE_DEVICES for device files only: these are /dev/null by other names.
+        for number in range(self.gpus):
+            os.mknod(self.folder / f"nvidia{number}", 0o600 | stat.S_IFCHR, os.makedev(1, 3))
+        (self.folder / "gres.conf").write_text(
+            f"NodeName=n[1-{self.nodes}] Name=gpu File={self.folder}/nvidia[0-{self.gpus - 1}]\n"
+        )
 
     def _spawn(self, *command: str) -> None:
         with (self.folder / "daemons.txt").open("ab") as log:

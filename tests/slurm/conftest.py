@@ -59,10 +59,10 @@ class Site:
         cluster: The Slurm cluster, or None where nothing is submitted.
     """
 
-    def __init__(self, folder, cluster=None):
+    def __init__(self, folder, cluster=None, *, python=sys.executable):
         self.folder, self.cluster = folder, cluster
         self.cluster_file = folder / "cluster.env"
-        self.cluster_file.write_text(CLUSTER.format(python=sys.executable))
+        self.cluster_file.write_text(CLUSTER.format(python=python))
         (folder / "model.args").write_text("\n".join(MODEL.split()) + "\n")
         save_tasks(folder / "tasks.jsonl", ITEMS)
 
@@ -134,18 +134,31 @@ class Site:
 
 
 @pytest.fixture(scope="session")
-def site(tmp_path_factory):
-    """A cluster with everything that a run needs."""
+def cluster(tmp_path_factory):
+    """Two nodes, with GPUs that are none if root can make them."""
     if missing := missing_programs():
         pytest.skip(
             f"Slurm is not installed: {', '.join(missing)} missing (see docs/my_cluster.md)"
         )
-    folder = tmp_path_factory.mktemp("site")
-    with SlurmCluster(tmp_path_factory.mktemp("slurm"), environment()) as cluster:
-        made = Site(folder, cluster)
-        made.make_start()
+    gpus = 2 if os.geteuid() == 0 else 0
+    with SlurmCluster(tmp_path_factory.mktemp("slurm"), environment(), gpus=gpus) as made:
         yield made
+
+
+@pytest.fixture(scope="session")
+def site(cluster, tmp_path_factory):
+    """A cluster with everything that a run needs."""
+    folder = tmp_path_factory.mktemp("site")
+    made = Site(folder, cluster)
+    made.make_start()
+    yield made
     shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def site_without_model():
+    """What makes a site, for tests whose programs load none."""
+    return Site
 
 
 @pytest.fixture(scope="module")

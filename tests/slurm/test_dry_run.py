@@ -17,6 +17,10 @@ def published(folder):
     save_file({"model.layers.0.mlp.experts.0.up.weight": torch.zeros(16, 16)}, folder / NAME)
 
 
+def components(sbatch):
+    return [word for word in sbatch if word.startswith("--nodes") or word == ":"]
+
+
 def test_a_dry_run_prints_the_lines_of_both_components_and_submits_nothing(desk):
     path, run = desk.run_file("dry", max_lag=1, more="ROLLOUT_NODES=2 TRAIN_NODES=1")
     done = desk.submit("disaggregated", path, "--dry-run")
@@ -24,11 +28,7 @@ def test_a_dry_run_prints_the_lines_of_both_components_and_submits_nothing(desk)
     lines = list(map(shlex.split, done.stdout.splitlines()))
     sbatch, on_training, on_rollout, create, trainer, rollout = lines
     assert {"--requeue", "--signal=B:USR1@60"} <= set(sbatch)
-    assert [word for word in sbatch if word.startswith("--nodes") or word == ":"] == [
-        "--nodes=1",
-        ":",
-        "--nodes=2",
-    ]
+    assert components(sbatch) == ["--nodes=1", ":", "--nodes=2"]
     for words, group, nodes in ((on_training, 0, 1), (on_rollout, 1, 2)):
         asked = {f"--het-group={group}", f"--nodes={nodes}", f"--ntasks={nodes}", "launch/node.sh"}
         assert asked <= set(words)
@@ -52,31 +52,32 @@ def test_a_container_is_given_to_every_step(desk):
 
 
 def test_a_job_that_cannot_run_is_refused_before_it_is_submitted(desk):
-    path, _ = desk.run_file("refused", more="TRAIN_FLAGS+=(--expert-model-parallel-size=3)")
+    wrong = "TRAIN_FLAGS+=(--expert-model-parallel-size=3) TASKS=/nowhere"
+    path, run = desk.run_file("refused", more=wrong)
     done = desk.submit("colocated", path)
     assert done.returncode == 1
     assert "--num-experts 8 cannot be divided over 3" in done.stderr
+    assert "TASKS=/nowhere does not exist" in done.stderr
+    assert not run.exists()
 
 
-def test_a_run_in_two_parts_can_be_evaluated_and_trained_by_turns(desk):
-    more = f"ROLLOUT_NODES=2 TRAIN_NODES=2 EVALUATE_TASKS={desk.folder / 'tasks.jsonl'}"
-    path, _ = desk.run_file("two_parts", more=more)
-    for kind, nodes in (("colocated", 2), ("evaluate", 1)):
-        done = desk.submit(kind, path, "--dry-run")
-        assert done.returncode == 0, done.stderr
-        sbatch = shlex.split(done.stdout.splitlines()[0])
-        assert [word for word in sbatch if word.startswith("--nodes") or word == ":"] == [
-            f"--nodes={nodes}"
-        ]
+def test_a_run_in_two_parts_can_be_trained_by_turns(desk):
+    path, _ = desk.run_file("two_parts", more="ROLLOUT_NODES=2 TRAIN_NODES=2")
+    done = desk.submit("colocated", path, "--dry-run")
+    assert done.returncode == 0, done.stderr
+    assert components(shlex.split(done.stdout.splitlines()[0])) == ["--nodes=2"]
 
 
 def test_post_training_quantisation_exports_and_evaluates_each_recipe(desk):
     published(desk.folder / "published")
     asked = f"EVALUATE_TASKS={desk.folder / 'tasks.jsonl'} PUBLISHED={desk.folder / 'published'}"
-    path, run = desk.run_file("quantised", more=asked + " PTQ_RECIPES='4over6 h_scale'")
+    path, run = desk.run_file(
+        "quantised", more=asked + " PTQ_RECIPES='4over6 h_scale' ROLLOUT_NODES=2"
+    )
     done = desk.submit("ptq", path, "--dry-run")
     assert done.returncode == 0, done.stderr
     lines = list(map(shlex.split, done.stdout.splitlines()))
+    assert components(lines[0]) == ["--nodes=1"]
     names = [
         Path(word.partition("=")[2]).name.partition(".")[0]
         for words in lines[1:]
@@ -101,15 +102,10 @@ def test_a_recipe_that_is_not_known_is_refused(desk):
 
 
 @pytest.mark.parametrize(
-    ("kind", "more", "reason"),
-    [
-        ("evaluate", "", "the job evaluate needs EVALUATE_TASKS in"),
-        ("disaggregated", "", "the job disaggregated needs ROLLOUT_NODES in"),
-        ("colocated", "TASKS=/nowhere", "TASKS=/nowhere does not exist"),
-    ],
+    ("kind", "setting"), [("evaluate", "EVALUATE_TASKS"), ("disaggregated", "ROLLOUT_NODES")]
 )
-def test_a_setting_that_is_missing_or_wrong_is_named(desk, kind, more, reason):
-    path, _ = desk.run_file(f"missing_{kind}", more=more)
+def test_a_setting_that_a_job_needs_is_asked_for(desk, kind, setting):
+    path, _ = desk.run_file(f"missing_{kind}")
     done = desk.submit(kind, path)
     assert done.returncode == 1
-    assert reason in done.stderr
+    assert f"the job {kind} needs {setting} in" in done.stderr
