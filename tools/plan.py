@@ -6,9 +6,10 @@
     ... --set memory_gib=180 disk_gb_s=20 host_gib=1500               your own machines
     ... --assume compute=0.3 memory=0.6                               your own shares of the peaks
 
-Times come from a roofline: what must be computed, read and sent, at shares of the makers' peaks
-that are printed. Launches, sampling, scheduling and waiting for the longest response are not in
-them, so they tell what limits a run, and what a change buys, not what a clock will show.
+Times come from what must be computed, read and sent, at shares of the makers' peaks that are
+printed, and in training from the operations that the host launches. Sampling, scheduling and
+waiting for the longest response are not in them, so they tell what limits a run, and what a change
+buys, not what a clock will show.
 """
 
 from __future__ import annotations
@@ -77,6 +78,9 @@ def parsed_flags() -> argparse.Namespace:
         "--hint-scales", choices=("raw", "residue"), help=with_sites % HintChoice.scales
     )
     parser.add_argument("--no-packed-activations", action="store_true")
+    parser.add_argument(
+        "--local-experts", action="store_true", help="train without Transformer Engine's"
+    )
     parser.add_argument("--max-hint-share", type=float, default=0.25)
     parser.add_argument("--set", nargs="+", default=[], metavar="FIELD=NUMBER", dest="changes")
     parser.add_argument("--assume", nargs="+", default=[], metavar="FIELD=SHARE")
@@ -111,6 +115,7 @@ def asked(args: argparse.Namespace) -> Request:
         number_format=args.number_format,
         hints=hints,
         packed_activations=not args.no_packed_activations,
+        grouped_experts=not args.local_experts,
         max_hint_share=args.max_hint_share,
         efficiency=changed(Efficiency(), args.assume),
     )

@@ -27,6 +27,8 @@ class Hardware:
         host_gb_s: Rate between a GPU and its host's memory.
         disk_tib: Fast storage for hints, a host.
         disk_gb_s: Its rate, a host.
+        launch_us: Host time of an operation that PyTorch launches by itself, with Megatron's
+            Python around it; measured on an H200's host, see docs/planner.md.
     """
 
     name: str
@@ -42,6 +44,7 @@ class Hardware:
     host_gb_s: float = 50
     disk_tib: float = 14
     disk_gb_s: float = 10
+    launch_us: float = 38
 
     def __post_init__(self) -> None:
         """Raises ValueError on a number that no machine has."""

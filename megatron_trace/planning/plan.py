@@ -94,6 +94,8 @@ class Plan:
             "decoding": self.rollout.decode_s,
             "prefill": self.rollout.prefill_s,
             "training, products": self.training.time.compute_s,
+            "training, activations": self.training.time.activations_s,
+            "training, launching": self.training.time.launch_s,
             "training, exchange": self.training.time.exchange_s,
             "hints, behind the others": self.hints.seconds,
             "offload and return": self.offload_s,

@@ -44,7 +44,10 @@ def _run(plan: Plan) -> Iterator[str]:
         f"{request.prompt_tokens} + {request.response_tokens} tokens a step; "
         f"{request.number_format}"
     )
-    yield f"  assumed: {_pairs(vars(request.efficiency))} of the peaks"
+    yield (
+        f"  assumed: {_pairs(vars(request.efficiency))} of the peaks; "
+        f"{request.hardware.launch_us:g} us for launching an operation"
+    )
 
 
 def _layout(plan: Plan) -> Iterator[str]:
@@ -69,6 +72,7 @@ def _layout(plan: Plan) -> Iterator[str]:
         ]
     if request.packed_activations:
         more.append("--trace-save-packed-activations")
+    more.append(f"--trace-experts={'te' if request.grouped_experts else 'local'}")
     yield "  " + " ".join([f"--{name}={size}" for name, size in flags.items()] + more)
     if layout.pp > 1:
         yield f"  --hybrid-layer-pattern={request.architecture.pattern(num_stages=layout.pp)}"

@@ -26,6 +26,7 @@ class Request:
         number_format: Formats of the run.
         hints: Hints to record; None lets the plan choose.
         packed_activations: Whether training keeps the experts' inputs as codes.
+        grouped_experts: Whether the trainer's experts are grouped linears, and not one by one.
         max_hint_share: Share of a step that writing and reading hints may take, behind other work.
         efficiency: What share of the peaks is reached.
     """
@@ -40,6 +41,7 @@ class Request:
     number_format: str = "nvfp4"
     hints: HintChoice | None = None
     packed_activations: bool = True
+    grouped_experts: bool = True
     max_hint_share: float = 0.25
     efficiency: Efficiency = field(default_factory=Efficiency)
 

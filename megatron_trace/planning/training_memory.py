@@ -202,14 +202,29 @@ def _kept_bytes(
     request: Request, layout: Layout, num_layers: int, *, packed: bool
 ) -> tuple[float, float]:
     """Gives what a tensor-parallel rank keeps of a token on its stage, and needs on top of it."""
-    a = request.architecture
-    of_mixer = {
-        mixer: layer_activation_bytes(a, mixer, request.number_format, packed=packed)
-        for mixer in "G*"
-    }
+    a, number_format = request.architecture, request.number_format
     if layout.recomputation == "full":
         # The inputs of all layers; all of the one that is computed again.
         kept = BF16_BYTES * a.hidden_size * num_layers
-        return kept / layout.tp, max(of_mixer.values()) / layout.tp
-    mean = sum(of_mixer[mixer] for mixer in a.mixers()) / a.num_layers
+        largest = max(layer_activation_bytes(a, m, number_format, packed=packed) for m in "G*")
+        return kept / layout.tp, largest / layout.tp
+    mean = mean_layer_activation_bytes(a, number_format, packed=packed)
     return mean * num_layers / layout.tp, 0.0
+
+
+def mean_layer_activation_bytes(
+    architecture: Architecture, number_format: str, *, packed: bool
+) -> float:
+    """Gives the bytes that backward keeps of a token in a layer, the mean of all layers.
+
+    Args:
+        architecture: The model.
+        number_format: Formats of the run.
+        packed: Whether inputs of experts are kept as codes.
+    """
+    mixers = architecture.mixers()
+    return sum(
+        mixers.count(mixer)
+        * layer_activation_bytes(architecture, mixer, number_format, packed=packed)
+        for mixer in "G*"
+    ) / len(mixers)

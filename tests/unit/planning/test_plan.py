@@ -11,6 +11,7 @@ import pytest
 
 from megatron_trace.models.presets import NAME_2_4T, PRESETS, UNKNOWN_FIELDS, preset
 from megatron_trace.planning.hardware import HARDWARE, Efficiency
+from megatron_trace.planning.launches import LAUNCHES
 from megatron_trace.planning.layouts import layouts, waiting_bytes
 from megatron_trace.planning.plan import DoesNotFit, make_plan
 from megatron_trace.planning.report import report, summary
@@ -23,7 +24,7 @@ from megatron_trace.planning.training_memory import (
     moe_rest_activation_bytes,
     training_memory,
 )
-from megatron_trace.planning.training_time import training_time
+from megatron_trace.planning.training_time import activations_s, products_s, training_time
 
 TOOL = Path(__file__).parents[3] / "tools" / "plan.py"
 MODEL = PRESETS["Qwen3.5-35B-A3B"]
@@ -60,6 +61,57 @@ def test_weights_gradients_and_optimizer_of_one_rank_take_18_bytes_a_parameter()
     memory = training_memory(request(num_gpus=1), layout, HintChoice(), 1)
     states = memory.weights + memory.gradients + memory.optimizer
     assert states == pytest.approx(18 * 34.66e9, rel=1e-3)
+
+
+# The study's 106M model: attention without output gate, no shared expert.
+STUDY = dataclasses.replace(
+    MODEL,
+    name="moe_100m",
+    num_layers=8,
+    attention_interval=1,
+    hidden_size=512,
+    num_query_heads=8,
+    num_kv_heads=2,
+    head_dim=64,
+    num_experts=16,
+    router_topk=4,
+    expert_hidden_size=512,
+    shared_expert_hidden_size=0,
+    vocab_size=128,
+)
+
+
+@pytest.mark.parametrize(
+    ("rows", "length", "local_experts", "step_s", "optimizer_s"),
+    [
+        (96, 512, 16, 0.192, 0.019),
+        (192, 512, 16, 0.234, 0.027),
+        (8, 8192, 16, 0.243, 0.029),
+        # Since the experts are one grouped product; its optimizer was not measured alone.
+        (96, 512, 0, 0.141, 0.019),
+    ],
+)
+def test_the_steps_that_were_measured_are_planned_within_a_tenth(
+    rows, length, local_experts, step_s, optimizer_s
+):
+    """docs/measurements.md, "Training the study's MoE"; one constant for all, `launch_us`."""
+    gpu, tokens = HARDWARE["H200"], rows * length
+    passes = {"forwards": 1, "backwards": 1}
+    launches = LAUNCHES.of_layer(num_experts=local_experts, **passes)
+    planned = (
+        products_s(STUDY, gpu, Efficiency(), tokens=tokens, length=length, **passes)
+        + activations_s(STUDY, gpu, Efficiency(), tokens=tokens, **passes)
+        + STUDY.num_layers * launches * gpu.launch_us * 1e-6
+    )
+    assert planned == pytest.approx(step_s - optimizer_s, rel=0.1)
+
+
+def test_more_local_experts_launch_more_and_grouped_ones_do_not():
+    seconds = [
+        training_time(request(grouped_experts=grouped), Layout(1, 1, 1, ep, 64, "none")).launch_s
+        for grouped, ep in ((True, 1), (True, 8), (False, 8), (False, 1))
+    ]
+    assert seconds[0] == seconds[1] < seconds[2] < seconds[3]
 
 
 def test_sharding_divides_what_is_sharded():
