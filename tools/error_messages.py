@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -20,17 +20,32 @@ def error_messages() -> Iterator[tuple[str, str]]:
     """Yields place (file:line) and message of every error that names one."""
     for folder in FOLDERS:
         for path in sorted((ROOT / folder).rglob("*.py")):
-            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-                for text in _texts(node):
+            tree = ast.parse(path.read_text(encoding="utf-8"))
+            functions = {n.name: n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)}
+            for node in ast.walk(tree):
+                for text in _texts(node, functions):
                     yield f"{path.relative_to(ROOT)}:{node.lineno}", text
 
 
-def _texts(node: ast.AST) -> Iterator[str]:
+def _texts(node: ast.AST, functions: Mapping[str, ast.FunctionDef]) -> Iterator[str]:
     raised = node.exc if isinstance(node, ast.Raise) else None
     if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "error":
         raised = node  # Of a parser of flags.
     if isinstance(raised, ast.Call):
-        yield from (text for argument in raised.args if (text := _text(argument)))
+        for argument in raised.args:
+            yield from filter(None, map(_text, _returned(argument, functions)))
+
+
+def _returned(node: ast.expr, functions: Mapping[str, ast.FunctionDef]) -> Iterator[ast.expr]:
+    """Yields what a call of a function of the same file returns; anything else as it is."""
+    called = node.func if isinstance(node, ast.Call) else None
+    function = functions.get(getattr(called, "attr", getattr(called, "id", "")))
+    if function is None:
+        yield node
+        return
+    for each in ast.walk(function):
+        if isinstance(each, ast.Return) and each.value is not None:
+            yield each.value
 
 
 def _text(node: ast.expr) -> str:
