@@ -9,8 +9,6 @@ import torch
 import triton
 import triton.language as tl
 
-_MOST_VALUES = 2048
-
 
 def observe(
     x: torch.Tensor,
@@ -35,6 +33,7 @@ def observe(
     num_rows, num_values = x.shape
     if x.stride(1) != 1:
         x = x.contiguous()
+    block = triton.next_power_of_2(num_values)
     with torch.cuda.device_of(x):
         _observe_kernel[(num_rows,)](
             x,
@@ -49,8 +48,8 @@ def observe(
             FINITE=finite,
             ALL_REAL=real_rows is None,
             HAS_TOKENS=tokens is not None,
-            BLOCK=min(_MOST_VALUES, triton.next_power_of_2(num_values)),
-            num_warps=4,
+            BLOCK=block,
+            num_warps=4 if block <= 4096 else 16,
         )
 
 
@@ -78,20 +77,15 @@ def _observe_kernel(
     if not ALL_REAL:
         is_real = token < tl.load(real_ptr)
     if is_real:
-        beyond = 0
-        bad = 0
-        for start in range(0, num_values, BLOCK):
-            column = start + tl.arange(0, BLOCK)
-            x = tl.load(
-                x_ptr + row.to(tl.int64) * stride + column, mask=column < num_values, other=0.0
-            )
-            size = tl.abs(x.to(tl.float32))
-            beyond += tl.sum((size > largest).to(tl.int32), axis=0)
-            # False for NaN too.
-            bad += tl.sum(1 - (size < float("inf")).to(tl.int32), axis=0)
+        column = tl.arange(0, BLOCK)
+        at = row.to(tl.int64) * stride + column
+        x = tl.load(x_ptr + at, mask=column < num_values, other=0.0)
+        size = tl.abs(x.to(tl.float32))
         if COUNTS_LARGE:
-            tl.atomic_add(counts_ptr, beyond.to(tl.int64), mask=beyond > 0)
+            beyond = tl.sum((size > largest).to(tl.int64), axis=0)
+            tl.atomic_add(counts_ptr, beyond, mask=beyond > 0)
         if FINITE:
-            is_bad = bad > 0
+            # The comparison is false for NaN too.
+            is_bad = tl.sum((size < float("inf")).to(tl.int32), axis=0) < BLOCK
             tl.atomic_add(counts_ptr + 1, is_bad.to(tl.int64), mask=is_bad)
             tl.atomic_min(counts_ptr + 2, token, mask=is_bad)
