@@ -110,7 +110,7 @@ class StudySites(TraceSites):
         *,
         expert: int | None = None,
     ) -> Rounding:
-        """Gives how the rows of one expert are rounded at fc2, and counts by sample."""
+        """Gives how the rows of one expert, or of all, are rounded at fc2; counts by sample."""
         rounding = super().slot_rounding(x, place, slots, origin, expert=expert)
         if self.cell.method == "w4a16":
             return _AsItIs(**vars(rounding))
@@ -119,7 +119,8 @@ class StudySites(TraceSites):
         values = x.detach()
         rounding = dataclasses.replace(rounding, hint=self._varied(rounding, values))
         # One rank: the rows of an expert are its tokens in their order.
-        rows = self._dispatchers[place[0]].routing_map[:, expert].nonzero()[:, 0]
+        routed = self._dispatchers[place[0]].routing_map.T
+        rows = (routed if expert is None else routed[expert : expert + 1]).nonzero()[:, 1]
         sample_of_row = rows % len(micro_batch.sample_ids)
         known = (None, None) if slots is None else (slots.hint, slots.codes)
         self._count(place, values, rounding, sample_of_row, *known)
