@@ -24,7 +24,7 @@ def weights(one_process):
     return warm_weights(tiny_moe_config(PATTERN), pattern=PATTERN)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def build(one_process):
     """Builds a run that has no weights yet."""
 
@@ -57,7 +57,7 @@ def build(one_process):
     return build
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def started(build, weights):
     """Builds a run and gives it the warm-started weights."""
 
