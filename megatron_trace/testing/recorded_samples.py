@@ -189,7 +189,7 @@ def slots_side_by_side(
 
 @dataclass
 class SeenValues:
-    """What the quantiser of a place got and gave, call by call.
+    """What the quantiser of a place got and gave, call by call; of slots, expert by expert.
 
     Attributes:
         inputs: float [rows, K] of each call.
@@ -207,21 +207,29 @@ def seen_values(*chunks: TraceSites) -> Iterator[dict[Place, SeenValues]]:
     """Collects what the activation quantisers of a model (or its chunks) get and give, by place."""
     seen: dict[Place, SeenValues] = {}
     quantised, packed = Rounding.quantised, Rounding.packed
-    last: list[tuple[Place, TraceSites]] = []
+    last: list[tuple[Place, TraceSites, list[int] | None]] = []
     compare = report.activation_difference
     comparing: list[bool] = []
 
     def noting_place(
         sites: TraceSites, rounding: Any, layer: int, site: Site, rows: Any
     ) -> Rounding:
-        last[:] = [((layer, site), sites)]
+        last[:] = [((layer, site), sites, None)]
         return rounding(layer, site, rows)
 
     def noting_slots(
-        sites: TraceSites, slot_rounding: Any, rows: Any, place: Place, *args: Any, **kwargs: Any
+        sites: TraceSites,
+        slot_rounding: Any,
+        rows: Any,
+        place: Place,
+        slots: Any,
+        origin: Any,
+        **kwargs: Any,
     ) -> Rounding:
-        last[:] = [(place, sites)]
-        return slot_rounding(rows, place, *args, **kwargs)
+        # It knows how many rows each expert has.
+        _, rows_per_expert = origin.args
+        last[:] = [(place, sites, rows_per_expert)]
+        return slot_rounding(rows, place, slots, origin, **kwargs)
 
     def noting_values(self: Rounding, rows: torch.Tensor) -> torch.Tensor:
         values = quantised(self, rows)
@@ -244,12 +252,14 @@ def seen_values(*chunks: TraceSites) -> Iterator[dict[Place, SeenValues]]:
     def note(rows: torch.Tensor, values: torch.Tensor) -> None:
         if comparing:
             return
-        (place, sites), *_ = last
+        (place, sites, rows_per_part), *_ = last
         assert sites.micro_batch_in_force is not None, "the quantiser has just asked for it"
         of_place = seen.setdefault(place, SeenValues())
-        of_place.inputs.append(rows)
-        of_place.outputs.append(values)
-        of_place.sample_ids.append(sites.micro_batch_in_force.sample_ids)
+        of_place.inputs.extend(rows.split(rows_per_part or len(rows)))
+        of_place.outputs.extend(values.split(rows_per_part or len(rows)))
+        of_place.sample_ids.extend(
+            [sites.micro_batch_in_force.sample_ids] * len(rows_per_part or [len(rows)])
+        )
 
     with contextlib.ExitStack() as stack:
         for sites in chunks:
