@@ -2,6 +2,7 @@
 # setup | demo | test | lint: each installs first what is missing, and needs no network afterwards.
 
 BASE_PYTHON ?= python3.12
+TEST_PROCESSES ?= 2
 VENV := .venv
 PYTHON := $(VENV)/bin/python
 # Written last and holds this folder's path: without it the environment is incomplete.
@@ -24,8 +25,10 @@ setup: $(STAMP)
 demo: $(STAMP)
 	$(PYTHON) examples/tiny_rl/run.py $(DEMO_FLAGS)
 
+# Two processes take files of tests in turn: one of them would leave the second core idle.
 test: $(STAMP)
-	$(PYTHON) -m pytest tests --durations=15
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest tests -n $(TEST_PROCESSES) --dist loadfile \
+		--no-loadscope-reorder --durations=15
 
 lint: $(STAMP)
 	$(PYTHON) -m ruff check .

@@ -43,6 +43,7 @@ setup(
         "test": [
             "pytest",
             "pytest-timeout",
+            "pytest-xdist",
             "ruff",
             "pyright[nodejs]",
             "transformers>=5.24,<5.25",
