@@ -25,6 +25,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from megatron.core.distributed import finalize_model_grads
 from megatron.core.enums import ModelType
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.training import pretrain, print_rank_0
@@ -34,12 +35,14 @@ from megatron.training.arguments import parse_and_validate_args
 from megatron_trace import compat
 from megatron_trace.arguments import (
     add_recorded_arguments,
+    health_config_from_args,
     loss_config_from_args,
     recorded_config_from_args,
     require_agreement,
     trace_config_from_args,
 )
 from megatron_trace.rl.exchange_folder import ExchangeFolder
+from megatron_trace.rl.loop_health import LoopHealth
 from megatron_trace.rl.recorded import RecordedTraining
 from megatron_trace.training.megatron_model import trace_model_config_from_args
 
@@ -70,12 +73,20 @@ def main() -> None:
             args.eval_micro_batch_size * args.data_parallel_size * args.gtp_weight_remat_size
         )
 
+    if args.bf16:
+        # A step with NaN or Inf is skipped and counted, which Megatron's optimizer does with a
+        # constant scale of the loss; its own check would end the run.
+        args.loss_scale, args.check_for_nan_in_loss_and_grad = args.loss_scale or 1.0, False
+    health = LoopHealth(
+        health_config_from_args(args), trace, saves=bool(args.save), skips=args.bf16
+    )
     training = RecordedTraining(
         trace,
         recorded,
         loss_config_from_args(args),
         num_positions=args.seq_length if fixed_length else None,
         num_micro_batches=num_micro_batches,
+        health=health,
     )
     for folder in training.folders:
         if isinstance(folder, ExchangeFolder):
@@ -103,16 +114,34 @@ def main() -> None:
         iteration = current
         return training.forward_step(data_iterator, model)
 
+    def finalize_grads(chunks: list[Any], *tokens: Any, **groups: Any) -> None:
+        finalize_model_grads(chunks, *tokens, **groups)
+        if training.end_step(args.curr_iteration + 1, chunks):
+            # Megatron looks at it after each step: it saves, and leaves.
+            args.exit_interval = 1
+
+    model_config.transformer.finalize_model_grads_func = finalize_grads
     with (
         contextlib.closing(training),
         compat.distributed_optimizer_resumes_with_torch_adam(),
     ):
-        pretrain(
-            pretrain_cfg_container_from_args(args, model_config),
-            datasets,
-            ModelType.encoder_or_decoder,
-            forward_step,
-        )
+        try:
+            pretrain(
+                pretrain_cfg_container_from_args(args, model_config),
+                datasets,
+                ModelType.encoder_or_decoder,
+                forward_step,
+            )
+        except SystemExit:  # Megatron's way out where it does not go on.
+            if not health.stop_reason:
+                raise
+            # Not 0, which tells a job that the run is complete; one rank tells why.
+            if args.rank:
+                raise SystemExit(1) from None
+            raise SystemExit(
+                f"stopped after iteration {args.curr_iteration + 1}, as {health.stop_reason}; "
+                f"the checkpoint is in {args.save}"
+            ) from None
     training.assert_ran()
     print_rank_0(f"TRACE ran: method {trace.method}, {len(training.folders[0])} samples")
     print_rank_0(training.summary())

@@ -88,7 +88,7 @@ def add_task_arguments(parser: ArgumentParser) -> ArgumentParser:
 
 
 def add_recorded_arguments(parser: ArgumentParser) -> ArgumentParser:
-    """Adds the flags of TraceConfig, LossConfig and RecordedConfig, for recorded rollouts.
+    """Adds the flags of training on recorded rollouts, all but those of `add_task_arguments`.
 
     Args:
         parser: Parser to extend.
@@ -96,7 +96,7 @@ def add_recorded_arguments(parser: ArgumentParser) -> ArgumentParser:
     Returns:
         The same parser.
     """
-    add_loss_arguments(add_trace_arguments(parser))
+    add_health_arguments(add_loss_arguments(add_trace_arguments(parser)))
     return _add_flags(parser, RecordedConfig, "trace, recorded rollouts")
 
 

@@ -36,7 +36,8 @@ GROUPS: tuple[tuple[str, type, Callable[[ArgumentParser], ArgumentParser], str],
         "Health and alarms",
         HealthConfig,
         arguments.add_health_arguments,
-        "`examples/tiny_rl/run.py`; names of alarms in [metrics.md](metrics.md#alarms)",
+        "`examples/tiny_rl/run.py`, `examples/pretrain_trace.py`; names of alarms in "
+        "[metrics.md](metrics.md#alarms)",
     ),
     (
         "Task of one's own",

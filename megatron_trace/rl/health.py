@@ -37,6 +37,7 @@ class Measure:
         needs: What the run must have: `diagnostics` (full codes of some samples), `hints`,
             `quantisers`, or nothing.
         below: Whether the alarm is raised below the threshold instead of above it.
+        in_loop: Whether a step of Megatron's own loop has it too (`rl.loop_health`).
         of_sample: Gives it for every sample from training's less the rollout's log-probs [B, S] and
             the mask; None where a sample has none of its own.
     """
@@ -44,6 +45,7 @@ class Measure:
     of: Callable[[Record], float | None]
     needs: str = ""
     below: bool = False
+    in_loop: bool = False
     of_sample: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
 
 
@@ -82,28 +84,30 @@ def _kl(delta: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 MEASURES: dict[str, Measure] = {
-    "code_mismatch": Measure(_largest("health", "code_mismatch"), "diagnostics"),
-    "nearest_mismatch": Measure(_largest("health", "nearest_mismatch"), "diagnostics"),
-    "scale_mismatch": Measure(_largest("health", "scale_mismatch"), "diagnostics"),
+    "code_mismatch": Measure(_largest("health", "code_mismatch"), "diagnostics", in_loop=True),
+    "nearest_mismatch": Measure(
+        _largest("health", "nearest_mismatch"), "diagnostics", in_loop=True
+    ),
+    "scale_mismatch": Measure(_largest("health", "scale_mismatch"), "diagnostics", in_loop=True),
     "d_act": Measure(_largest("health", "d_act"), "diagnostics"),
     "d_act_nearest": Measure(_largest("health", "d_act_nearest"), "diagnostics"),
     # How far the rounding that hints hide has drifted: the gap cannot tell, see `nearest_growth`.
     "staleness": Measure(_field("health", "nearest_growth"), "diagnostics"),
     "lag": Measure(_field("health", "lag_max")),
-    "coverage": Measure(_field("health", "coverage"), "hints", below=True),
-    "guard_rejections": Measure(_field("health", "guard_rejections"), "hints"),
-    "saturation": Measure(_largest("health", "saturation"), "quantisers"),
+    "coverage": Measure(_field("health", "coverage"), "hints", below=True, in_loop=True),
+    "guard_rejections": Measure(_field("health", "guard_rejections"), "hints", in_loop=True),
+    "saturation": Measure(_largest("health", "saturation"), "quantisers", in_loop=True),
     "rollout_saturation": Measure(_field("health", "rollout_saturation"), "quantisers"),
-    "gap_mean": Measure(_field("gap", "mean"), of_sample=_mean_gap),
-    "gap_p99": Measure(_field("gap", "p99")),
-    "gap_max": Measure(_field("gap", "max"), of_sample=_largest_gap),
-    "kl": Measure(_field("gap", "kl"), of_sample=_kl),
-    "ratio_spread": Measure(_field("importance_ratio_std")),
-    "clipped_share": Measure(_field("clipped_share")),
-    "masked_share": Measure(_field("importance_masked_share")),
-    "router_disagreement": Measure(_field("health", "router_disagreement")),
-    "rho_asym": Measure(_field("rho_asym")),
-    "entropy": Measure(_field("entropy"), below=True),
+    "gap_mean": Measure(_field("gap", "mean"), in_loop=True, of_sample=_mean_gap),
+    "gap_p99": Measure(_field("gap", "p99"), in_loop=True),
+    "gap_max": Measure(_field("gap", "max"), in_loop=True, of_sample=_largest_gap),
+    "kl": Measure(_field("gap", "kl"), in_loop=True, of_sample=_kl),
+    "ratio_spread": Measure(_field("importance_ratio_std"), in_loop=True),
+    "clipped_share": Measure(_field("clipped_share"), in_loop=True),
+    "masked_share": Measure(_field("importance_masked_share"), in_loop=True),
+    "router_disagreement": Measure(_field("health", "router_disagreement"), in_loop=True),
+    "rho_asym": Measure(_field("rho_asym"), in_loop=True),
+    "entropy": Measure(_field("entropy"), below=True, in_loop=True),
     "response_tokens": Measure(_field("response_tokens")),
     "unfinished": Measure(_field("unfinished")),
     "degenerate": Measure(_field("health", "degenerate")),
@@ -202,12 +206,13 @@ def require_measurable(config: HealthConfig, trace: TraceConfig) -> None:
             raise ValueError(f"alarm {text} has no effect with method=bf16: it is in BF16 already")
 
 
-def raised(alarms: Sequence[Alarm], record: Record) -> list[dict[str, Any]]:
+def raised(alarms: Sequence[Alarm], record: Record, *, warns: bool = True) -> list[dict[str, Any]]:
     """Gives the alarms of a step as plain values that JSON can hold, and warns of each.
 
     Args:
         alarms: The alarms of the run; those with action `drop` are checked by sample instead.
         record: The step's record.
+        warns: Whether to warn; of several ranks with the same record, one does.
     """
     found = []
     for alarm in alarms:
@@ -218,6 +223,8 @@ def raised(alarms: Sequence[Alarm], record: Record) -> list[dict[str, Any]]:
             {"alarm": alarm.name, "value": value, "threshold": alarm.threshold}
             | {"action": alarm.action}
         )
+        if not warns:
+            continue
         _logger.warning(
             "step %s: alarm %s, %.4g is %s %.4g; action: %s",
             record["step"],

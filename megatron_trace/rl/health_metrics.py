@@ -16,10 +16,18 @@ def health_of(report: TraceReport, rollout: RolloutReport) -> dict[str, Any]:
         report: What the trainer's quantisers did.
         rollout: What the engine reports of the rollout.
     """
+    saturation, _ = rollout.largest_saturation
+    return training_health(report) | {
+        "rollout_saturation": saturation,
+        "degenerate": sum(rollout.degenerate.values()) / max(rollout.num_samples, 1),
+    }
+
+
+def training_health(report: TraceReport) -> dict[str, Any]:
+    """Gives what `health_of` tells of the trainer alone."""
     mismatch = {str(site): counts for site, counts in report.code_mismatch.items()}
     differences = report.as_dict()["activation_difference"]
     hinted = [counts for counts in report.sites.values() if counts.guided + counts.rejected]
-    saturation, _ = rollout.largest_saturation
     return {
         "code_mismatch": {
             site: counts.guided_share if counts.guided_values else counts.rtn_share
@@ -36,9 +44,7 @@ def health_of(report: TraceReport, rollout: RolloutReport) -> dict[str, Any]:
             for site, counts in report.sites.items()
             if counts.blocks
         },
-        "rollout_saturation": saturation,
         "router_disagreement": report.routing_mismatch,
-        "degenerate": sum(rollout.degenerate.values()) / max(rollout.num_samples, 1),
     }
 
 

@@ -23,7 +23,8 @@ from torch.utils.data import Dataset
 from megatron_trace.config import RecordedConfig, TraceConfig
 from megatron_trace.hints.types import Site
 from megatron_trace.rl.exchange_folder import Samples, open_samples
-from megatron_trace.rl.losses import count_units, summed_loss
+from megatron_trace.rl.loop_health import LoopHealth
+from megatron_trace.rl.losses import LossSums, count_units, summed_loss
 from megatron_trace.rl.objectives.settings import loss_settings
 from megatron_trace.rl.objectives.values import PolicyBatch
 from megatron_trace.rl.recorded_pass import Indices, RecordedPass, part_of
@@ -38,6 +39,7 @@ from megatron_trace.training.model import (
 from megatron_trace.training.over_ranks import agreed, summed_report
 from megatron_trace.training.prefetch import read_micro_batch
 from megatron_trace.training.report import SiteReport, TraceReport
+from megatron_trace.training.rounding import NonFiniteError
 from megatron_trace.training.sites import TraceSites
 
 _logger = logging.getLogger(__name__)
@@ -79,6 +81,7 @@ class RecordedTraining:
             None takes as many as its samples need.
         num_micro_batches: Gives how many micro-batches Megatron's next pass will forward, of
             whether it trains; read by prefetch only.
+        health: Alarms on the training steps; None has none.
 
     Attributes:
         folders: The folder to train on, and the one to evaluate on, if any.
@@ -96,6 +99,7 @@ class RecordedTraining:
         *,
         num_positions: int | None = None,
         num_micro_batches: Callable[[bool], int] | None = None,
+        health: LoopHealth | None = None,
     ) -> None:
         if not recorded.hint_dir:
             raise ValueError("--trace-hint-dir is needed: the folder of rollouts to train on")
@@ -112,6 +116,7 @@ class RecordedTraining:
         self.recorded = recorded
         self.num_positions = num_positions
         self.num_micro_batches = num_micro_batches
+        self.health = health
         bound = recorded.hint_memory_mb
         self._max_host_bytes = None if bound is None else bound * 2**20
         loss = loss or LossConfig()
@@ -136,6 +141,8 @@ class RecordedTraining:
         # Sites of the stages that ran since the last check, and what all did before it.
         self._running: dict[int, TraceSites] = {}
         self._counts: dict[Site, Counter[str]] = {}
+        # Whether that was a training step whose update is skipped, of which nothing is kept.
+        self._skipped = False
         # Of each stage on this rank, by the identity of its sites.
         self._readers: dict[int, list[Samples]] = {}
         self._passes: dict[int, RecordedPass] = {}
@@ -206,6 +213,8 @@ class RecordedTraining:
         """
         sites = trace_sites(model)
         self._running[id(sites)] = sites
+        if self.health is not None:
+            self.health.prepare(sites, trains=model.training)
         if self.recorded.prefetch:
             current = self._current_pass(data_iterator, sites, training=model.training)
             indices, build = current.next_indices(data_iterator), current.next_micro_batch
@@ -225,10 +234,15 @@ class RecordedTraining:
         replay = self.recorded.replay_routing and sites.shape.num_experts > 0
         with sites.micro_batch(micro_batch, replay_routing=replay):
             output = forward_micro_batch(model, sites, micro_batch)
-        return output, partial(self.loss, micro_batch, advantages)
+        return output, partial(self.loss, micro_batch, advantages, trains=model.training)
 
     def loss(
-        self, micro_batch: MicroBatch, advantages: torch.Tensor, logits: torch.Tensor
+        self,
+        micro_batch: MicroBatch,
+        advantages: torch.Tensor,
+        logits: torch.Tensor,
+        *,
+        trains: bool = True,
     ) -> tuple[torch.Tensor, torch.Tensor, Report]:
         """Gives the summed loss of a micro-batch, what its mean is over, and what Megatron logs.
 
@@ -240,22 +254,34 @@ class RecordedTraining:
             micro_batch: The samples.
             advantages: FP32 [B].
             logits: Output of the last stage.
+            trains: Whether alarms apply, as they do not while Megatron evaluates.
         """
         temperature = self.recorded.temperature
         logprobs = logprobs_of_logits(logits, micro_batch, temperature=temperature)
-        own = micro_batch.own_positions
+        own, mask = micro_batch.own_positions, micro_batch.loss_mask
+        delta = logprobs.detach() - micro_batch.rollout_logprobs
+        health = self.health if trains else None
+        dropped = torch.zeros_like(mask[:, 0]) if health is None else health.dropped(delta, mask)
         batch = PolicyBatch(
             theta=logprobs,
             old=logprobs.detach(),
             rollout=micro_batch.rollout_logprobs,
             advantages=advantages,
-            mask=micro_batch.loss_mask,
+            mask=mask & ~dropped[:, None],
             own=own,
             **self._most_likely(logits, micro_batch),
         )
-        loss, sums = summed_loss(batch, self._loss)
-        num_units = count_units(batch.mask, self._loss, own)
-        gap = (batch.old - batch.rollout).abs()[batch.mask & own].sum()
+        num_units = count_units(mask, self._loss, own)
+        gaps = delta[mask & own]
+        try:
+            loss, sums = summed_loss(batch, self._loss)
+        except NonFiniteError as error:
+            if health is None:
+                raise
+            health.note_non_finite(error)
+            loss, sums = 0.0 * logprobs.sum(), LossSums(num_tokens=gaps.numel())
+        if health is not None:
+            health.add(gaps, sums, micro_batch.made_for.groups)
 
         def over(number: int, total: torch.Tensor | float) -> torch.Tensor:
             total = torch.as_tensor(total, dtype=torch.float32, device=loss.device)
@@ -264,12 +290,13 @@ class RecordedTraining:
         per_token = partial(over, sums.num_tokens)
         report = {
             "policy loss": over(num_units, loss),
-            "log-prob gap": per_token(gap),
+            "log-prob gap": over(gaps.numel(), gaps.abs().sum()),
             "kl rollout": per_token(sums.kl_rollout),
             "importance weight": per_token(sums.weight),
             "importance masked": per_token(sums.masked),
             "clipped": per_token(sums.clipped),
             "entropy": per_token(sums.surprise),
+            "dropped": over(gaps.numel(), (mask & own & dropped[:, None]).sum()),
         }
         return loss, torch.tensor(num_units, dtype=torch.int32, device=loss.device), report
 
@@ -284,15 +311,44 @@ class RecordedTraining:
             "top_rollout": micro_batch.top_logprobs,
         }
 
+    def end_step(self, iteration: int, chunks: Sequence[torch.nn.Module]) -> str:
+        """Raises the alarms of a training step, between its last backward pass and its update.
+
+        A collective: every rank calls it. With NaN or Inf anywhere the update is skipped
+        (`LoopHealth.skips`), and what the quantisers did in the step is forgotten.
+
+        Args:
+            iteration: Number of the step, as Megatron logs it.
+            chunks: The model's on this rank, each inside DDP.
+
+        Returns:
+            Why the run must end after the step; empty if it may go on.
+        """
+        if self.health is None:
+            return ""
+        if self.health.skips(chunks):
+            for sites in self._running.values():
+                sites.reset_report()
+            self._running.clear()
+            self._skipped = True
+            return self.health.stop_reason
+        own = sum((sites.report() for sites in self._running.values()), TraceReport())
+        self.health.check(iteration, own)
+        return self.health.stop_reason
+
     def assert_ran(self) -> None:
         """Checks that the quantisers of every stage ran since the last check, then forgets it.
 
-        Every rank judges its own counts: stages come by at different times, so none may wait here.
+        A training step whose update is skipped is not judged. Every rank judges its own counts:
+        stages come by at different times, so none may wait here.
 
         Raises:
             RuntimeError: A quantiser did not run, no micro-batch was forwarded, no row of a site
                 was guided, or more were rejected than `guard_max_rejected_rows` allows.
         """
+        if self._skipped and not self._running:
+            self._skipped = False
+            return
         if not self._running:
             raise RuntimeError("no micro-batch was forwarded: nothing was trained")
         for sites in self._running.values():

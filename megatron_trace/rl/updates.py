@@ -20,6 +20,7 @@ from megatron_trace.rl.losses import LossSums, policy_loss
 from megatron_trace.rl.objectives.values import PolicyBatch
 from megatron_trace.rl.run import RlRun
 from megatron_trace.rl.tasks import PADDING_TOKEN
+from megatron_trace.training import gradients
 from megatron_trace.training.micro_batch import MicroBatch, make_micro_batch
 from megatron_trace.training.model import (
     forward_micro_batch,
@@ -229,10 +230,7 @@ def _add_gradient(
 
 def _require_finite_gradients(run: RlRun) -> None:
     """Raises NonFiniteError if a gradient is NaN or Inf; Megatron's optimizer would take it."""
-    ddp: Any = run.ddp  # torch has a method `buffers`, Megatron's DDP a list.
-    buffers = (*ddp.buffers, *ddp.expert_parallel_buffers)
-    finite = torch.stack([buffer.grad_data.isfinite().all() for buffer in buffers])
-    if not finite.all():
+    if not gradients.are_finite([run.ddp]):
         raise NonFiniteError("the gradient must be finite; got NaN or Inf")
 
 

@@ -1,8 +1,9 @@
-"""What ranks settle together: that all could build something, and the sum of their counts."""
+"""What ranks settle together: that all could build something, sums and order of their numbers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -15,6 +16,8 @@ from megatron_trace.training.report import SiteReport, TraceReport
 
 # What making a micro-batch raises: a hint is missing, wrong, damaged, or its file unreadable.
 BUILD_ERRORS = (LookupError, ValueError, RuntimeError, OSError)
+# The bits of +Inf in FP32.
+_INFINITY = 0x7F800000
 _COUNTS = ("weight_uses", "weights_quantised", "routing_compared", "routing_different")
 
 
@@ -79,6 +82,60 @@ def summed_report(report: TraceReport, group: dist.ProcessGroup) -> TraceReport:
         code_mismatch={site: found for site, found in mismatch.items() if found.values},
         **dict(zip(_COUNTS, numbers, strict=True)),
     )
+
+
+def summed(values: Sequence[float], group: dist.ProcessGroup) -> list[float]:
+    """Gives the sums of the numbers of all ranks of a group, in FP64; a collective."""
+    total = torch.tensor(values, dtype=torch.float64, device=device_of(group))
+    dist.all_reduce(total, group=group)
+    return total.tolist()
+
+
+def largest(value: float, group: dist.ProcessGroup) -> float:
+    """Gives the largest of the numbers of all ranks of a group, in FP64; a collective."""
+    found = torch.tensor(value, dtype=torch.float64, device=device_of(group))
+    dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
+    return found.item()
+
+
+def quantile(values: torch.Tensor, share: float, group: dist.ProcessGroup) -> float:
+    """Gives a quantile of the values of all ranks, as `torch.quantile` does; a collective.
+
+    Bits of non-negative FP32 numbers are in the order of the numbers, so that 31 counts find the
+    value of a place exactly, and no rank needs those of the others.
+
+    Args:
+        values: FP32 [n] of this rank, >= 0; n may be 0 and differ from rank to rank.
+        share: The quantile, in [0, 1].
+        group: The ranks.
+
+    Returns:
+        The quantile; NaN if no rank has a value.
+    """
+    bits = values.detach().float().contiguous().view(torch.int32).to(device_of(group))
+
+    def settled(number: torch.Tensor, op: dist.ReduceOp.RedOpType) -> int:
+        dist.all_reduce(number, op=op, group=group)
+        return int(number)
+
+    def num_up_to(bound: int) -> int:
+        return settled((bits <= bound).sum(), dist.ReduceOp.SUM)
+
+    total = num_up_to(_INFINITY)
+    if not total:
+        return math.nan
+    below, rest = divmod(share * (total - 1), 1)
+    low, high = 0, _INFINITY
+    while low < high:  # The smallest value that at least below + 1 of them do not exceed.
+        middle = (low + high) // 2
+        low, high = (low, middle) if num_up_to(middle) > below else (middle + 1, high)
+    upper = low
+    if rest and num_up_to(low) < below + 2:
+        larger = bits[bits > low]
+        own = larger.amin() if larger.numel() else bits.new_tensor(_INFINITY)
+        upper = settled(own, dist.ReduceOp.MIN)
+    found, following = torch.tensor([low, upper], dtype=torch.int32).view(torch.float32).tolist()
+    return found if found == following else found + rest * (following - found)
 
 
 def device_of(group: dist.ProcessGroup) -> torch.device:

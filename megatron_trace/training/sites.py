@@ -7,7 +7,7 @@ k top-k.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -34,6 +34,7 @@ from megatron_trace.training.report import Tally, TraceReport, require_guided
 from megatron_trace.training.reproduced import OPERAND_DTYPES, require_reproduced
 from megatron_trace.training.rounding import (
     HintRows,
+    NonFiniteError,
     PackedRows,
     Rounding,
     require_finite,
@@ -58,6 +59,8 @@ class TraceSites:
         shape: Sizes of the model.
 
     Attributes:
+        on_non_finite: Gets the error of a NaN or Inf at a site, and training goes on with it; None
+            lets the error be raised.
         diagnostics: Whether codes are compared with the rollout's full codes. Set it before
             micro-batches are made: they carry the codes.
         compares_replayed_routing: Whether the experts that a router would choose are compared with
@@ -67,6 +70,7 @@ class TraceSites:
     def __init__(self, trace: TraceConfig, model: DecoderModel, shape: ModelShape) -> None:
         self.trace = trace
         self.shape = shape
+        self.on_non_finite: Callable[[NonFiniteError], None] | None = None
         self.diagnostics = False
         self.compares_replayed_routing = False
         self._model = model
@@ -374,8 +378,7 @@ class TraceSites:
                 return f"expert {of_expert}, row {row} (of some rank of the expert-parallel group)"
             return f"expert {of_expert}, {scope.micro_batch.row_name(Site.FC2, token_row)}"
 
-        if self.trace.check_finite:
-            require_finite(rows, place_name(place), name)
+        self._require_finite(rows, place, name)
         rounding = self._to_nearest(place)
         hint = None if slots is None else slots.hint
         if hint is not None:
@@ -407,8 +410,7 @@ class TraceSites:
         plain = self._to_nearest(place)
         micro_batch = scope.micro_batch
         _require_rows(values.shape[0], micro_batch, site, place_name(place))
-        if self.trace.check_finite:
-            require_finite(values, place_name(place), partial(micro_batch.row_name, site))
+        self._require_finite(values, place, partial(micro_batch.row_name, site))
         hint = micro_batch.hints.get(place)
         if hint is not None:
             add_up = sum_over_columns(self.groups, site)
@@ -420,6 +422,18 @@ class TraceSites:
             if self.diagnostics and place in micro_batch.codes:
                 self._tally.add_mismatch(place, values, rounding, micro_batch.codes[place])
         return rounding
+
+    def _require_finite(
+        self, values: torch.Tensor, place: Place, row_name: Callable[[int], str]
+    ) -> None:
+        if not self.trace.check_finite:
+            return
+        try:
+            require_finite(values, place_name(place), row_name)
+        except NonFiniteError as error:
+            if self.on_non_finite is None:
+                raise
+            self.on_non_finite(error)
 
     def _to_nearest(self, place: Place) -> Rounding:
         return Rounding(

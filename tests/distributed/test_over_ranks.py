@@ -15,10 +15,13 @@ from megatron_trace.testing.ranks import run_ranks
 from megatron_trace.testing.single_process import single_process
 from megatron_trace.testing.tiny_trainer import recorded_rollout, tiny_trainer
 from megatron_trace.training.micro_batch import make_micro_batch
-from megatron_trace.training.over_ranks import agreed, summed_report
+from megatron_trace.training.over_ranks import agreed, largest, quantile, summed, summed_report
 from megatron_trace.training.report import SiteReport, TraceReport
 
 pytestmark = pytest.mark.distributed
+# Of two ranks; one number is denormal, one is twice there.
+NUMBERS = torch.tensor([0.5, 0.0, 3.0, 1e-40]), torch.tensor([0.25, 3.0, 1e30])
+SHARES = (0.0, 0.4, 0.5, 0.75, 0.99, 1.0)
 
 
 def settle(rank):
@@ -52,7 +55,9 @@ def settle(rank):
         routing_different=int(second),
         code_mismatch={Site.V: CodeMismatch(values=7, sign_flip=1)} if second else {},
     )
-    return told, total.item(), summed_report(report, group)
+    numbers = summed([1.5 * rank, 1.0], group), largest(-float(rank), group)
+    shares = [quantile(NUMBERS[rank - 1], share, group) for share in SHARES]
+    return told, total.item(), summed_report(report, group), (*numbers, shares)
 
 
 def make_micro_batches(rank, settings, store, samples):
@@ -93,7 +98,7 @@ def results():
 
 
 def test_a_failure_of_one_rank_is_told_to_all(results):
-    (first, alive, _), (second, _, _) = results
+    (first, alive, *_), (second, *_) = results
     assert first[0] == "batch of rank 1"
     assert second[0] == "batch of rank 2"
     # Named by its rank among all, not in the group.
@@ -106,10 +111,21 @@ def test_a_failure_of_one_rank_is_told_to_all(results):
 
 
 def test_every_failing_rank_keeps_its_own_error(results):
-    assert [told[2] for told, _, _ in results] == [
+    assert [told[2] for told, *_ in results] == [
         "LookupError: no hint of sample-1",
         "OSError: no hint of sample-2",
     ]
+
+
+def test_sums_and_the_largest_number_are_of_all_ranks(results):
+    assert [numbers[:2] for *_, numbers in results] == [([4.5, 2.0], -1.0)] * 2
+
+
+def test_a_quantile_over_ranks_equals_torchs_of_all_values(results):
+    shares = torch.tensor(SHARES, dtype=torch.float64)
+    expected = torch.quantile(torch.cat(NUMBERS).double(), shares).tolist()
+    for *_, (_, _, found) in results:
+        assert found == pytest.approx(expected, rel=1e-12)
 
 
 def test_counts_are_summed_over_ranks_of_unlike_layers(results):
@@ -121,4 +137,4 @@ def test_counts_are_summed_over_ranks_of_unlike_layers(results):
         routing_different=1,
         code_mismatch={Site.V: CodeMismatch(values=7, sign_flip=1)},
     )
-    assert [report for _, _, report in results] == [expected, expected]
+    assert [report for _, _, report, _ in results] == [expected, expected]

@@ -150,6 +150,35 @@ def test_a_checkpoint_of_two_expert_parallel_ranks_loads_into_one(folder, traine
 
 
 @pytest.mark.slow
+def test_an_alarm_stops_megatrons_loop_with_a_checkpoint_that_goes_on(folder, trained):
+    """The entropy is below any such threshold, so that the first step raises it."""
+    flags = training("start", "stopped", "2", fresh=True, more="--trace-alarms entropy=99:stop")
+    output = run("pretrain_trace.py", flags, folder, ranks=2, fails=True)
+    assert output.count("stopped after iteration 1, as entropy is ") == 1
+    assert "(threshold 99); the checkpoint is in stopped" in output
+    assert sorted(iterations(output)) == [1]
+    assert sorted(path.name for path in (folder / "stopped").glob("iter_*")) == ["iter_0000001"]
+    run("pretrain_trace.py", training("stopped", "stopped", "2"), folder, ranks=2)
+    states = [tensors(folder / name / "iter_0000004") for name in ("whole", "stopped")]
+    assert states[0].keys() == states[1].keys()
+    for name, tensor in states[0].items():
+        assert torch.equal(tensor, states[1][name]), name
+
+
+@pytest.mark.slow
+def test_steps_with_nan_are_skipped_until_there_are_too_many(folder):
+    """A learning rate that leaves weights of about 1e30: all steps after the first are NaN."""
+    flags = training("start", "", "1", fresh=True, more="--lr 1e30 --trace-max-skipped-steps 1")
+    flags += " --train-iters 9 --save broken --save-interval 1"
+    output = run("pretrain_trace.py", flags, folder, fails=True)
+    assert "stopped after iteration 3, as non_finite is 2 (threshold 1)" in output
+    first, last = (tensors(folder / "broken" / f"iter_000000{n}") for n in (1, 3))
+    assert first.keys() == last.keys()
+    changed = [name for name, tensor in first.items() if not torch.equal(tensor, last[name])]
+    assert [name for name in changed if "rng" not in name] == []
+
+
+@pytest.mark.slow
 def test_reading_ahead_changes_nothing_that_megatron_logs(folder):
     """Four micro-batches a pass, evaluation in between."""
     flags = training("start", "", "1", fresh=True, more="--micro-batch-size 2 --train-iters 2")
