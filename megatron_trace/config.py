@@ -17,6 +17,7 @@ Experts = Literal["auto", "local", "te", "te_recipe"]
 Implementation = Literal["auto", "torch", "triton"]
 DeltaRule = Literal["auto", "torch", "fla"]
 KVKernels = Literal["auto", "torch", "triton", "cuda"]
+PackedExpertKernels = Literal["off", "auto", "torch", "cuda"]
 HintScales = Literal["raw", "residue"]
 NumberFormatName = Literal["nvfp4", "nvfp4_4over6", "mxfp4", "mxfp4_w4a8"]
 SITES_OF_PARTS = {"experts": ("fc1", "fc2"), "kv": ("k", "v")}
@@ -81,6 +82,10 @@ class TraceConfig:
             `auto` (fla on a GPU, torch on a CPU or with --deterministic-mode).
         kv_attention: Kernels with which the engine reads its packed KV cache: `torch`, `triton`,
             `cuda` (CUDA C++ for decode, Triton for prefill), or `auto` (the fastest that can run).
+        packed_experts: What computes the engine's routed experts from packed NVFP4 codes: `torch`,
+            `cuda` (CUDA C++, compute capability 9.0), `auto` (cuda where it can run, else `off`),
+            or `off`: Megatron's experts on BF16 weights of the same values, which round differently
+            unless power_of_two_scales is set.
     """
 
     method: Method = "trace"
@@ -104,6 +109,7 @@ class TraceConfig:
     implementation: Implementation = "auto"
     delta_rule: DeltaRule = "auto"
     kv_attention: KVKernels = "auto"
+    packed_experts: PackedExpertKernels = "off"
 
     def __post_init__(self) -> None:
         """Raises ValueError on a value out of range or on contradictory settings."""
@@ -161,7 +167,11 @@ class TraceConfig:
             "auto, local, te or te_recipe",
             self.experts,
         )
-        for name, choices in (("delta_rule", DeltaRule), ("kv_attention", KVKernels)):
+        for name, choices in (
+            ("delta_rule", DeltaRule),
+            ("kv_attention", KVKernels),
+            ("packed_experts", PackedExpertKernels),
+        ):
             known, value = get_args(choices), getattr(self, name)
             _require(value in known, name, f"one of {', '.join(known)}", value)
         if self.method == "bf16" and self.diagnostic_share > 0:
@@ -283,7 +293,7 @@ class TraceConfig:
 
     @property
     def recorded_bits(self) -> int:
-        """Bits per value that the rollout records: a hint's, or 4 where full codes are wanted too."""
+        """Bits per value that the rollout records: a hint's, or 4 where full codes are wanted."""
         return 4 if self.diagnostic_share > 0 else self.hint_bits
 
     def recorded_layers(self, num_layers: int) -> tuple[int, ...]:

@@ -158,8 +158,9 @@ class EngineForward(GPTInferenceWrapper):
             self._settings_version = sites.settings_version
         key = inference_input["tokens"].shape[1], sites.recorder.is_recording
         if key not in self._graphs:
+            logits = self._computed(inference_input)
             self._graphs[key] = None
-            return self._computed(inference_input)
+            return logits
         captured = self._graphs[key]
         if captured is None:
             captured = self._graphs[key] = self._capture(inference_input)
@@ -219,11 +220,16 @@ class EngineForward(GPTInferenceWrapper):
 
 
 def require_capturable(context: RolloutContext, model: HybridModel) -> None:
-    """Checks that there is a GPU, and that attention of decode steps does not wait for it.
+    """Checks that there is a GPU for which attention and experts of decode steps do not wait.
 
     Raises:
-        ValueError: It does, or there is none.
+        ValueError: They do, or there is none.
     """
+    if context.sites.trace.packed_experts == "torch":
+        raise ValueError(
+            "cuda_graphs contradicts packed_experts=torch, which asks the device for the experts "
+            "that were chosen; choose cuda, auto or off"
+        )
     device = next(model.parameters()).device
     reason = _why_attention_waits(context, model, device)
     if reason is not None:

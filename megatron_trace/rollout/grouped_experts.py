@@ -38,6 +38,8 @@ class GroupedExperts:
         ValueError: The experts compute something that this does not.
     """
 
+    quantises_input = False
+
     def __init__(self, moe: DispatchInputMoELayer, sites: RolloutSites, layer: int) -> None:
         config = moe.config
         for name, present in {

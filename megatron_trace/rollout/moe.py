@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from megatron.core.transformer import TransformerConfig
@@ -12,9 +11,27 @@ from megatron_trace.hints import Site
 from megatron_trace.models.moe import DispatchInputMoELayer
 from megatron_trace.rollout.sites import RolloutSites
 
-# Routed experts at once: takes the quantised input [T, H], experts int64 [T, k] and their
-# probabilities [T, k] of the tokens of a step, and gives their weighted sum [T, H].
-RoutedExperts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+class RoutedExperts(Protocol):
+    """All routed experts of a layer at once.
+
+    Attributes:
+        quantises_input: Whether it quantises its input itself; otherwise it gets a quantised one.
+    """
+
+    quantises_input: bool
+
+    def __call__(
+        self, x: torch.Tensor, chosen: torch.Tensor, probabilities: torch.Tensor
+    ) -> torch.Tensor:
+        """Gives the weighted sum of each token's experts [T, H].
+
+        Args:
+            x: [T, H], tokens of a step.
+            chosen: int64 [T, k], experts.
+            probabilities: [T, k].
+        """
+        ...
 
 
 class EngineMoELayer(DispatchInputMoELayer):
@@ -47,7 +64,9 @@ class EngineMoELayer(DispatchInputMoELayer):
         probabilities, _ = self.route(hidden_states, padding_mask)
         router: Any = self.router
         chosen = router.router_replay.get_recorded_indices().long()
-        x = self.transform_dispatch_input(hidden_states)
+        x = hidden_states
+        if not self.routed_experts.quantises_input:
+            x = self.transform_dispatch_input(hidden_states)
         output = self.routed_experts(x.flatten(0, 1), chosen, probabilities.gather(1, chosen))
         output = output.view_as(hidden_states)
         return (output if shared is None else output + shared), None

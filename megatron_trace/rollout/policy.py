@@ -28,6 +28,7 @@ from megatron_trace.models.hybrid import (
 )
 from megatron_trace.rollout.model import build_engine_model
 from megatron_trace.rollout.moe import EngineMoELayer
+from megatron_trace.rollout.packed_experts import use_packed_experts
 from megatron_trace.rollout.prompts import require_tokens
 from megatron_trace.rollout.quantize import (
     calibrated_scales,
@@ -110,6 +111,7 @@ class ServedPolicy:
                 layer.moe.place = (self.sites, layer.index)
         if self.quantised:
             insert_quantisers(self.model, self.layers, self.sites)
+        use_packed_experts(self.model, self.layers, self.sites)
         self._packed: dict[MatrixPlace, PackedMatrix] = {}
         self._keeps_packed = keep_packed_weights
         if keep_packed_weights and not (

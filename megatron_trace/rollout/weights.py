@@ -19,6 +19,7 @@ from megatron_trace.formats import NumberFormat, decode, ops, unpack_codes
 from megatron_trace.formats.packed_matrix import PackedMatrix
 from megatron_trace.hints.weight_digest import combine_digests, matrix_digest
 from megatron_trace.models.hybrid import DecoderLayer, named_expert_linears
+from megatron_trace.rollout.packed_experts import PackedRoutedExperts
 from megatron_trace.rollout.sites import OPERAND_DTYPE
 
 # Decoder layer, expert, and fc1 (gate above up) or fc2.
@@ -29,12 +30,12 @@ WeightRule = Callable[[MatrixPlace, torch.Tensor], PackedMatrix]
 
 @contextlib.contextmanager
 def kept_on_failure(model: torch.nn.Module) -> Iterator[None]:
-    """Puts the model's parameters back if what is done inside the context fails.
+    """Puts the model's parameters and buffers back if what is done inside the context fails.
 
     They are kept in host memory meanwhile, as a device seldom has room for them twice. They stay
     where they are, so that graphs that read them stay valid.
     """
-    parameters = [parameter.detach() for parameter in model.parameters()]
+    parameters = [tensor.detach() for tensor in (*model.parameters(), *model.buffers())]
     kept = [torch.empty_like(parameter, device="cpu").copy_(parameter) for parameter in parameters]
     try:
         yield
@@ -133,6 +134,11 @@ def quantise_experts(
                 tensor_quantizer.disable()
             assert quantiser.record is not None, "ModelOpt did not call the weight quantiser"
             digests.append(matrix_digest(layer.index, expert, matrix, *quantiser.record))
+            packed = getattr(layer.moe, "routed_experts", None)
+            if isinstance(packed, PackedRoutedExperts):
+                packed_codes, scale_bytes, scale = quantiser.record
+                assert scale is not None, "NVFP4 has global scales"
+                packed.take(expert, matrix, packed_codes, scale_bytes, scale)
             if keep is not None:
                 packed_codes, scale_bytes, scale = quantiser.record
                 assert scale is not None, "the caller's format has global scales"

@@ -43,6 +43,7 @@ EVERY_FLAG = """
     --trace-implementation torch
     --trace-delta-rule torch
     --trace-kv-attention torch
+    --trace-packed-experts auto
 """
 EVERY_FIELD_CHANGED = TraceConfig(
     method="qat",
@@ -64,6 +65,7 @@ EVERY_FIELD_CHANGED = TraceConfig(
     implementation="torch",
     delta_rule="torch",
     kv_attention="torch",
+    packed_experts="auto",
 )
 
 WITH_MEGATRON = """

@@ -57,6 +57,7 @@ def test_a_layer_that_the_model_does_not_have_is_refused():
         ("implementation", "cuda"),
         ("delta_rule", "triton"),
         ("kv_attention", "fla"),
+        ("packed_experts", "triton"),
     ],
 )
 def test_a_value_out_of_range_is_refused_by_name(name, value):

@@ -116,6 +116,7 @@ def test_a_nan_in_a_padded_step_names_the_place_and_the_engine_works_again(weigh
         ({"number_format": "mxfp4"}, "not wait .* a cache of mxfp4 has no other"),
         ({"kv_attention": "torch"}, "that of plain torch does: kv_attention=torch asks for it"),
         ({"method": "quads"}, "cuda_graphs contradicts method=quads"),
+        ({"packed_experts": "torch"}, "cuda_graphs contradicts packed_experts=torch"),
         ({"limits": {"cuda_graphs": (8, 65)}}, "a batch of 65, but max_requests=64"),
         ({"limits": {"cuda_graphs": (0,)}}, "batch sizes of at least 1"),
     ],
