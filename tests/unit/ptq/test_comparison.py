@@ -1,5 +1,10 @@
 """The statistics of answers under a recipe against those in BF16."""
 
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
 import pytest
 
 from megatron_trace.ptq.comparison import Comparison, sign_test, wilson
@@ -30,3 +35,53 @@ def test_lost_and_gained_are_counted_problem_by_problem():
 def test_answers_to_other_problems_are_refused(answers):
     with pytest.raises(ValueError, match="must be the same ones"):
         Comparison.of("vanilla", answers, [True, False])
+
+
+@pytest.fixture(scope="module")
+def tool():
+    """tools/compare_evaluations.py."""
+    path = Path(__file__).parents[3] / "tools" / "compare_evaluations.py"
+    spec = importlib.util.spec_from_file_location("compare_evaluations", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def evaluation(folder, solved, *, method="qat", checkpoint="iter_0000002"):
+    """Writes what examples/evaluate.py writes, and gives its folder."""
+    folder.mkdir()
+    record = {"method": method, "checkpoint": checkpoint, "solved": solved}
+    (folder / "evaluation.json").write_text(json.dumps(record | {"weights_digest": folder.name}))
+    return folder
+
+
+def test_the_tool_tells_what_each_recipe_lost_and_gained(tool, tmp_path, monkeypatch, capsys):
+    folders = [
+        evaluation(tmp_path / "as_trained", [True, True, False, False], method="bf16"),
+        evaluation(tmp_path / "vanilla", [True, False, False, True]),
+    ]
+    output = tmp_path / "ptq.json"
+    monkeypatch.setattr(sys, "argv", ["tool", *map(str, folders), "--output", str(output)])
+    tool.main()
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].split() == ["bf16", "2/4", "0.500", "0.150-0.850"]
+    assert lines[2].split()[:1] + lines[2].split()[4:] == ["vanilla", "1", "1", "1.000"]
+    assert [one["weights_digest"] for one in json.loads(output.read_text())] == [
+        "as_trained",
+        "vanilla",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("reference", "other", "reason"),
+    [
+        ({"method": "qat"}, {}, "must be bf16"),
+        ({"method": "bf16"}, {"checkpoint": "iter_0000004"}, "of iter_0000004, .* of iter_0000002"),
+    ],
+)
+def test_evaluations_that_cannot_be_compared_are_refused(tool, tmp_path, reference, other, reason):
+    first = evaluation(tmp_path / "bf16", [True], **reference)
+    with pytest.raises(ValueError, match=reason):
+        tool.compared(first, [evaluation(tmp_path / "vanilla", [True], **other)])
