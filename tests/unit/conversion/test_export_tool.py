@@ -12,8 +12,6 @@ from megatron_trace.conversion.modelopt_folder import read_modelopt_folder
 from megatron_trace.hints.files_writer import HintFilesWriter
 from megatron_trace.hints.settings_file import save_settings
 from megatron_trace.hints.types import QuantizerSettings, RolloutSample, Site
-from megatron_trace.rl.exchange import Exchange, ExchangeSettings
-from megatron_trace.rl.rollout_folder import Reward
 from megatron_trace.testing.published_model import published_model
 
 TOOL = Path(__file__).parents[3] / "tools" / "export_rollout_weights.py"
@@ -35,37 +33,6 @@ def export(monkeypatch):
     return export
 
 
-def sample(number, *, policy_version=0):
-    """Gives a sample whose second token is 2 + its number."""
-    return RolloutSample(
-        f"s{number}",
-        prompt_tokens=(1, 2 + number, 3),
-        response_tokens=(4, 5 + number),
-        logprobs=torch.zeros(2),
-        routing=torch.zeros(4, 4, 4, dtype=torch.int16),
-        policy_version=policy_version,
-        settings_digest="",
-        finish_reason="stop",
-    )
-
-
-def test_a_run_calibrates_on_its_newest_batches_as_far_as_they_are_there(tmp_path, export):
-    settings = ExchangeSettings(steps=3, prompts_per_batch=1, samples_per_prompt=2)
-    run = Exchange.create(tmp_path / "run", settings)
-    folder = run.worker_folder("0")
-    with HintFilesWriter(folder) as files:
-        for batch in range(3):
-            files.commit([sample(2 * batch + n, policy_version=batch) for n in range(2)])
-            (run.checkpoints / "latest_checkpointed_iteration.txt").write_text(str(batch))
-            claim = run.claim("0")
-            rewards = [Reward(f"s{2 * batch + n}", f"g{batch}", 2, 0.0) for n in range(2)]
-            run.commit(claim, folder, rewards)
-        files.expire(before=1)
-    tokens = export.sample_tokens(tmp_path / "run", 8)
-    assert [row[0, 1].item() - 2 for row in tokens] == [4, 5, 2, 3]
-    assert len(export.sample_tokens(tmp_path / "run", 3)) == 3
-
-
 def test_the_tool_writes_a_checkpoint_and_says_its_digest(tmp_path, export, capsys):
     published_model("qwen3_5_moe", tmp_path / "published")
     scales = {(layer, site): 0.001 for layer in range(4) for site in (Site.FC1, Site.FC2)}
@@ -85,8 +52,21 @@ def test_the_tool_writes_a_checkpoint_and_says_its_digest(tmp_path, export, caps
 
 def test_after_bf16_rollouts_the_tool_calibrates_and_applies_a_recipe(tmp_path, export, capsys):
     published_model("qwen3_5_moe", tmp_path / "published")
+    samples = [
+        RolloutSample(
+            f"s{number}",
+            prompt_tokens=(1, 2 + number, 3),
+            response_tokens=(4, 5 + number),
+            logprobs=torch.zeros(2),
+            routing=torch.zeros(4, 4, 4, dtype=torch.int16),
+            policy_version=0,
+            settings_digest="",
+            finish_reason="stop",
+        )
+        for number in range(8)
+    ]
     with HintFilesWriter(tmp_path / "rollouts") as files:
-        files.commit([sample(number) for number in range(8)])
+        files.commit(samples)
     flags = ["--published", tmp_path / "published", "--calibration", tmp_path / "rollouts"]
     export(*flags, "--recipe", "h_scale", "--output", tmp_path / "h_scale")
     assert "our reading of H-Scale" in capsys.readouterr().out
