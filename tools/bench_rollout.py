@@ -12,7 +12,10 @@ time of a response is the trapezoid over its positions. With `--layers`, the ste
 decoder's layers is scaled to all layers; embedding, output layer, sampling and bookkeeping count
 once. Weights and cache of the layers that are left out are allocated too, so that what fits is what
 would fit. Beside each row stands what the bytes alone would take at the bandwidth of a copy
-(`planning/decode_bytes.py`), as the engine holds its weights, and with packed ones.
+(`planning/decode_bytes.py`), as the engine reads its experts, and if they were packed.
+
+Modes: bf16; fp4 (routed experts in NVFP4); fp4_kv (and the KV cache); fp4_kv_only, where the
+experts' BF16 weights, which the engine keeps for pushes and calibration, are dropped.
 """
 
 # ruff: noqa: E402  The stand-in for the CUDA runtime must be installed before Megatron is imported.
@@ -32,7 +35,7 @@ import statistics
 import subprocess
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,6 +46,7 @@ from megatron_trace.config import TraceConfig
 from megatron_trace.formats import E4M3_MAX, FORMAT_SETS
 from megatron_trace.hints import QuantizerSettings, Site
 from megatron_trace.models.architecture import Architecture
+from megatron_trace.models.hybrid import named_expert_linears
 from megatron_trace.models.local_config import architecture_config
 from megatron_trace.models.presets import PRESETS, preset
 from megatron_trace.planning.decode_bytes import (
@@ -54,6 +58,7 @@ from megatron_trace.planning.decode_bytes import (
 from megatron_trace.planning.hardware import GIB
 from megatron_trace.planning.sizes import HintChoice, dense_bytes, expert_bytes, hint_bytes
 from megatron_trace.rollout.decode_graphs import DecodeGraphs
+from megatron_trace.rollout.packed_experts import implementation_of
 from megatron_trace.rollout.policy import ServedPolicy
 from megatron_trace.rollout.serving import EngineLimits, Server
 from megatron_trace.rollout.weights import quantise_experts
@@ -65,6 +70,7 @@ MODES: dict[str, dict[str, Any]] = {
     "bf16": {"method": "bf16"},
     "fp4": {"quantised_parts": "experts"},
     "fp4_kv": {"quantised_parts": "experts_and_kv"},
+    "fp4_kv_only": {"quantised_parts": "experts_and_kv"},
 }
 RECORDINGS: dict[str, dict[str, Any]] = {
     "off": {},
@@ -96,6 +102,11 @@ class Case:
     batch_name: str
 
     @property
+    def drops_bf16(self) -> bool:
+        """Whether the experts' BF16 weights, kept for pushes and calibration, are dropped."""
+        return self.mode == "fp4_kv_only"
+
+    @property
     def trace(self) -> dict[str, Any]:
         """Settings of TRACE that the engine is built with."""
         return MODES[self.mode] | RECORDINGS[self.recording]
@@ -103,7 +114,7 @@ class Case:
     @property
     def kv_format(self) -> str | None:
         """Formats of the KV cache."""
-        return FORMAT if self.mode == "fp4_kv" else None
+        return FORMAT if self.mode.startswith("fp4_kv") else None
 
     @property
     def hints(self) -> HintChoice | None:
@@ -129,7 +140,7 @@ class Bench:
     """
 
     def __init__(self, options: argparse.Namespace) -> None:
-        self.options = options
+        self.options, self.started = options, time.perf_counter()
         whole = preset(options.preset)
         if options.reduced:
             whole = dataclasses.replace(whole.reduced(), num_layers=2 * whole.attention_interval)
@@ -141,6 +152,11 @@ class Bench:
         asked = options.memory_gib
         self.device_bytes = int(asked * GIB) if asked else free
         self.sequence_tokens = options.prompt_tokens + options.response_tokens
+        self.packed = implementation_of(
+            architecture_config(whole),
+            TraceConfig(packed_experts=options.packed_experts),
+            torch.device("cpu" if options.cpu else "cuda"),
+        )
         self.copy_tb_s = copy_bandwidth(1 << (20 if options.cpu else 31))
         self.rows: list[dict[str, Any]] = []
         self.facts = {
@@ -157,20 +173,22 @@ class Bench:
             "prompt_tokens": options.prompt_tokens,
             "response_tokens": options.response_tokens,
             "check_finite": options.check_finite,
-            "graphs": options.graphs,
+            "packed_experts": self.packed,
         }
 
     def run(self) -> None:
         """Measures all cases; one that fails is told and the next one goes on."""
-        for trace, cases in self._by_policy():
+        for cases in self._by_policy():
             started = time.perf_counter()
-            policy = self.policy(trace)
+            policy = self.policy(cases[-1])
             torch.cuda.synchronize()
-            print(f"built {trace} in {time.perf_counter() - started:.1f} s", flush=True)
+            seconds = time.perf_counter() - started
+            print(f"built {cases[-1].trace} in {seconds:.1f} s", flush=True)
             for case in cases:
                 try:
                     self.rows.append(self.measured(policy, case))
-                    print(json.dumps(self.rows[-1]), flush=True)
+                    at = time.perf_counter() - self.started
+                    print(f"{at:.1f} s: {json.dumps(self.rows[-1])}", flush=True)
                 except FAILURES as error:
                     self.rows.append(dataclasses.asdict(case) | {"error": str(error)[:200]})
                     traceback.print_exc()
@@ -179,24 +197,28 @@ class Bench:
             del policy
             _collect()
 
-    def _by_policy(self) -> Iterator[tuple[dict[str, Any], list[Case]]]:
-        """Gives the cases that one built model serves: recording off goes with the first other."""
-        o = self.options
-        for mode in o.modes:
-            recordings = ["off"] if mode == "bf16" else list(o.recording)
-            on = [recording for recording in recordings if recording != "off"] or ["off"]
-            for recording in on:
-                served = [recording]
-                if recording == on[0] and "off" in recordings and recording != "off":
-                    served.insert(0, "off")
-                cases: dict[tuple[str, int], Case] = {}
-                for case in (Case(mode, r, name) for r in served for name in o.batches):
-                    cases.setdefault((case.recording, self.batch(case)), case)
-                yield Case(mode, recording, "").trace, list(cases.values())
+    def _by_policy(self) -> list[list[Case]]:
+        """Gives the cases that one built model serves; the last one says how it is built.
 
-    def policy(self, trace: dict[str, Any]) -> ServedPolicy:
-        """Builds the model with random weights, quantised as a push does."""
-        a = self.slice
+        Recording off goes with the mode's first other, and dropping BF16 experts comes last.
+        """
+        o = self.options
+        groups: dict[str, dict[tuple[str, str, int], Case]] = {}
+        for mode in o.modes:
+            recordings = ["off"] if mode == "bf16" else o.recording
+            first = next((r for r in recordings if r != "off"), "off")
+            for recording in sorted(recordings, key=lambda r: r != "off"):
+                built = first if recording == "off" else recording
+                group = groups.setdefault(json.dumps(Case(mode, built, "").trace), {})
+                for case in (Case(mode, recording, name) for name in o.batches):
+                    group.setdefault((mode, recording, self.batch(case)), case)
+        return [sorted(g.values(), key=lambda case: case.drops_bf16) for g in groups.values()]
+
+    def policy(self, case: Case) -> ServedPolicy:
+        """Builds the model of a case with random weights, quantised as a push does."""
+        a, trace = self.slice, dict(case.trace)
+        if case.mode != "bf16":
+            trace["packed_experts"] = self.options.packed_experts
         policy = ServedPolicy(
             architecture_config(a, use_cpu_initialization=False),
             pattern=a.pattern(),
@@ -208,6 +230,7 @@ class Bench:
             rotary_percent=a.rope_share,
             rotary_base=a.rope_base,
         )
+        print(f"model after {time.perf_counter() - self.started:.1f} s", flush=True)
         if policy.quantised:
             policy.use_settings(_settings(policy))
             quantise_experts(
@@ -218,10 +241,20 @@ class Bench:
             )
         return policy
 
+    def _drop_bf16_experts(self, policy: ServedPolicy) -> None:
+        if not self.packed:
+            raise ValueError("BF16 experts cannot be dropped where no packed ones compute")
+        for layer in policy.layers:
+            for _, _, linear in named_expert_linears(layer):
+                weight: Any = linear.weight
+                weight.data = weight.data.new_empty(0)
+        _collect()
+
     def measured(self, policy: ServedPolicy, case: Case) -> dict[str, Any]:
         """Gives the row of a case; if the largest batch does not fit, of one that does."""
-        expected = self.batch(case)
-        batch = expected
+        if case.drops_bf16:
+            self._drop_bf16_experts(policy)
+        expected = batch = self.batch(case)
         while True:
             try:
                 row = self._measured(policy, case, batch)
@@ -257,11 +290,10 @@ class Bench:
             for tokens, step in steps.items()
         }
         mean_ms = _mean(whole_ms)
+        quantised = None if case.mode == "bf16" else FORMAT
         floors = {
-            "held": self._bytes(case, batch, points, expert_format=None),
-            "packed": self._bytes(
-                case, batch, points, expert_format=None if case.mode == "bf16" else FORMAT
-            ),
+            "read": self._bytes(case, batch, points, quantised if self.packed else None),
+            "packed": self._bytes(case, batch, points, quantised),
         }
         row: dict[str, Any] = dataclasses.asdict(case) | {
             "batch": batch,
@@ -297,6 +329,7 @@ class Bench:
             except ValueError as error:
                 print(f"not captured: {error}", flush=True)
                 launched = "padded"
+            _collect()
         graphs = DecodeGraphs((batch,), captured=False) if launched == "padded" else False
         return self._built(policy, batch, graphs), launched
 
@@ -331,9 +364,18 @@ class Bench:
 
     def accounted_bytes(self, case: Case, batch: int) -> float:
         """Gives the memory that an engine of the whole model takes, by accounting."""
-        weights = dense_bytes(self.whole) + expert_bytes(self.whole, None)
         sampling = SAMPLING_BYTES * self.whole.vocab_size
-        return weights + RESERVE_BYTES + batch * (sampling + self._sequence_bytes(self.whole, case))
+        of_sequence = sampling + self._sequence_bytes(self.whole, case)
+        return self._weight_bytes(self.whole, case) + RESERVE_BYTES + batch * of_sequence
+
+    def _weight_bytes(self, architecture: Architecture, case: Case) -> float:
+        """Gives what the weights take: the engine keeps BF16 experts beside the packed ones."""
+        weights = dense_bytes(architecture)
+        if not case.drops_bf16:
+            weights += expert_bytes(architecture, None)
+        if case.mode != "bf16" and self.packed:
+            weights += expert_bytes(architecture, FORMAT)
+        return weights
 
     def _sequence_bytes(self, architecture: Architecture, case: Case) -> float:
         # Hints wait in host memory.
@@ -342,13 +384,13 @@ class Bench:
     def _missing_bytes(self, case: Case, batch: int) -> int:
         """Gives what the layers that are left out would take."""
         whole, part = (
-            dense_bytes(a) + expert_bytes(a, None) + batch * self._sequence_bytes(a, case)
+            self._weight_bytes(a, case) + batch * self._sequence_bytes(a, case)
             for a in (self.whole, self.slice)
         )
         return math.ceil(whole - part)
 
     def _bytes(
-        self, case: Case, batch: int, points: Sequence[int], *, expert_format: str | None
+        self, case: Case, batch: int, points: Sequence[int], expert_format: str | None
     ) -> DecodeBytes:
         """Gives the bytes of a step of the whole model, on average over the response."""
         return decode_bytes(
@@ -451,9 +493,9 @@ COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
     "tokens/s": lambda row: f"{row['tokens_per_s']:.0f}",
     "ms a step, by context": lambda row: " ".join(f"{ms:.1f}" for ms in row["whole_ms"].values()),
     "of it measured": lambda row: " ".join(f"{ms:.1f}" for ms in row["step_ms"].values()),
-    "bytes/token, MB": lambda row: f"{row['bytes_per_token_held'] / 1e6:.0f}",
-    "bytes alone, tokens/s": lambda row: f"{row['floor_tokens_per_s_held']:.0f}",
-    "packed": lambda row: f"{row['floor_tokens_per_s_packed']:.0f}",
+    "bytes/token, MB": lambda row: f"{row['bytes_per_token_read'] / 1e6:.0f}",
+    "bytes alone, tokens/s": lambda row: f"{row['floor_tokens_per_s_read']:.0f}",
+    "if packed": lambda row: f"{row['floor_tokens_per_s_packed']:.0f}",
     "experts read": lambda row: (
         f"{row['distinct_experts']:.0f} ({row['distinct_experts_expected']:.0f})"
     ),
@@ -504,6 +546,9 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
         choices=("captured", "padded", "none"),
         default="captured",
         help="decode steps as CUDA graphs (default); the same, kernel by kernel; the plain engine",
+    )
+    parser.add_argument(
+        "--packed-experts", choices=("off", "auto", "torch", "cuda"), default="auto"
     )
     parser.add_argument("--profile", action="store_true", help="tell where a step's time goes")
     parser.add_argument("--memory-gib", type=float, help="that an engine may take; default: free")
