@@ -35,6 +35,9 @@
 #ifndef EXPERT_STAGES
 #define EXPERT_STAGES 2
 #endif
+#ifndef EXPERT_UNIT
+#define EXPERT_UNIT 8
+#endif
 // Bytes that the L2 cache fetches at a copy's first miss: 0 (what is asked for), 128 or 256.
 #ifndef EXPERT_FETCH
 #define EXPERT_FETCH 256
@@ -63,7 +66,7 @@ constexpr int STAGE_BYTES = CODE_BYTES + SCALE_BYTES + 16;  // and what it holds
 constexpr int SUM_BYTES = 2 * MAX_NT * 512;
 constexpr int SHARED_BYTES =
     WARPS * STAGES * STAGE_BYTES + TEAMS * (2 * TEAM * SUM_BYTES + 32);
-constexpr int UNIT = 8;
+constexpr int UNIT = EXPERT_UNIT;              // items of a team in a row
 constexpr int PREPARE_THREADS = 1024;
 constexpr int COMBINE_THREADS = 256;
 
@@ -357,14 +360,29 @@ struct Share {
     }
 };
 
+// What a stage holds, as 16 bytes say it.
+struct Content {
+    uint4 words;
+
+    __device__ __forceinline__ explicit Content(uint32_t stage)
+        : words(load_16(stage + CODE_BYTES + SCALE_BYTES)) {}
+    __device__ __forceinline__ int part() const { return words.x & 3; }
+    __device__ __forceinline__ int num_slots() const { return words.x >> 2 & 63; }
+    __device__ __forceinline__ int expert() const { return words.x >> 8; }
+    __device__ __forceinline__ int group() const { return words.y; }
+    __device__ __forceinline__ int row() const { return words.z; }
+    __device__ __forceinline__ int first_slot() const { return words.w; }
+};
+
 // Fills a warp's ring with its parts of the team's items.
 struct Loader {
     Walk walk;
     uint32_t ring;
     int warp, lane;
-    int group = -1, expert = 0;
+    int group = -1;
+    int4 slots = make_int4(0, 0, 0, 0);  // of the group
 
-    // Fills a stage; says in it what it holds.
+    // Fills a stage; says in it what it holds: see `Content`.
     __device__ __forceinline__ void load(const Arguments& a, int stage) {
         uint32_t to = ring + stage * STAGE_BYTES;
         int row = 0;
@@ -375,9 +393,9 @@ struct Loader {
             row = (walk.item * share.row_blocks + share.row_block) * (first ? 16 : ROWS);
             if (group != walk.group) {
                 group = walk.group;
-                expert = a.groups[group].x;
+                slots = a.groups[group];
             }
-            int64_t at = static_cast<int64_t>(expert) * (first ? 2 * a.width : a.hidden) + row;
+            int64_t at = static_cast<int64_t>(slots.x) * (first ? 2 * a.width : a.hidden) + row;
             int run_rows = first ? a.width : 16;
             const uint8_t* from = (first ? a.codes1 : a.codes2) + (at + lane / 8) * row_bytes +
                                   share.slice * (CHUNK / 2) + lane % 8 * 16;
@@ -394,7 +412,8 @@ struct Loader {
                                  share.slice * (CHUNK / 16));
         }
         if (lane == 0)
-            store_16(to + CODE_BYTES + SCALE_BYTES, make_uint4(walk.part, walk.group, row, 0));
+            store_16(to + CODE_BYTES + SCALE_BYTES,
+                     make_uint4(walk.part | slots.z << 2 | slots.x << 8, walk.group, row, slots.y));
         if (walk.part != NONE) walk.next();
         end_copies();
     }
@@ -643,20 +662,20 @@ __device__ __forceinline__ void finish(
 // Multiplies all neighbouring items of a group. `number` counts the items of the team.
 template <int NT>
 __device__ __forceinline__ void process(
-    const Arguments& a, const Team& team, Loader& loader, uint4& info, int4 slots_of_group,
-    int& stage, int& number) {
-    int lane = loader.lane, warp = loader.warp, part = info.x;
+    const Arguments& a, const Team& team, Loader& loader, Content& content, int& stage,
+    int& number) {
+    int lane = loader.lane, warp = loader.warp, part = content.part();
     int columns = part == FC1 ? a.hidden : a.width;
     Share share(columns, warp);
     Run<NT> run;
-    run.group = info.y;
-    run.expert = slots_of_group.x;
+    run.group = content.group();
+    run.expert = content.expert();
     uint4 tokens[WORDS][NT];
     const auto* operands = reinterpret_cast<const uint4*>(part == FC1 ? a.operands1 : a.operands2);
 #pragma unroll
     for (int n = 0; n < NT; ++n) {
         int place = n * 8 + lane / 4;
-        int slot = place < slots_of_group.z ? a.order[slots_of_group.y + place] : -1;
+        int slot = place < content.num_slots() ? a.order[content.first_slot() + place] : -1;
         run.slots[n] = slot;
         int64_t row = part == FC1 ? slot / (a.num_slots / a.num_tokens) : slot;
         const uint4* from = operands + row * (columns / 8) + share.slice * (CHUNK / 8) + lane % 4;
@@ -676,7 +695,7 @@ __device__ __forceinline__ void process(
         float sums[2][NT][4];
         multiply<NT>(loader.ring + stage * STAGE_BYTES, lane, tokens, sums);
         int row_before = row;
-        row = info.z;
+        row = content.row();
         __syncwarp();
         loader.load(a, stage);
         stage = stage == STAGES - 1 ? 0 : stage + 1;
@@ -701,8 +720,8 @@ __device__ __forceinline__ void process(
         if (pending) finish<NT>(a, team, share, run, part, number - 1, row_before, warp, lane);
         pending = true;
         ++number;
-        info = load_16(loader.ring + stage * STAGE_BYTES + CODE_BYTES + SCALE_BYTES);
-    } while (static_cast<int>(info.x) == part && static_cast<int>(info.y) == run.group);
+        content = Content(loader.ring + stage * STAGE_BYTES);
+    } while (content.part() == part && content.group() == run.group);
     finish<NT>(a, team, share, run, part, number - 1, row, warp, lane);
 }
 
@@ -738,12 +757,11 @@ __global__ void __launch_bounds__(THREADS, 1) multiply_kernel(const __grid_const
     __syncwarp();
     int stage = 0, number = 0;
     bool all_done = false;
-    uint4 info = load_16(loader.ring + CODE_BYTES + SCALE_BYTES);
-    while (info.x != NONE) {
-        int4 group = a.groups[info.y];
-        if (info.x == FC2) await_fc1(a, info.y, loader.lane, all_done);
-        if (group.z <= 8) process<1>(a, team, loader, info, group, stage, number);
-        else process<2>(a, team, loader, info, group, stage, number);
+    Content content(loader.ring);
+    while (content.part() != NONE) {
+        if (content.part() == FC2) await_fc1(a, content.group(), loader.lane, all_done);
+        if (content.num_slots() <= 8) process<1>(a, team, loader, content, stage, number);
+        else process<2>(a, team, loader, content, stage, number);
     }
 }
 
