@@ -301,8 +301,11 @@ def saturated_blocks(
     """
     if global_scale is None:
         return values.new_zeros((), dtype=torch.int64)
+    limit = E2M1_MAX * E4M3_MAX * global_scale
+    if values.is_cuda:
+        return ops.checks(values).num_blocks_beyond(values, limit, number_format.block_size)
     amax = split(values, number_format.block_size).abs().amax(-1)
-    return (amax > E2M1_MAX * E4M3_MAX * global_scale).sum()
+    return (amax > limit).sum()
 
 
 def require_finite(values: torch.Tensor, where: str, row_name: Callable[[int], str]) -> None:
@@ -313,6 +316,8 @@ def require_finite(values: torch.Tensor, where: str, row_name: Callable[[int], s
         where: Layer and site.
         row_name: Gives the name of a row.
     """
+    if values.is_cuda and not ops.checks(values).num_non_finite(values):
+        return
     finite = values.isfinite()
     if finite.all():
         return

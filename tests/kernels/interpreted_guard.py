@@ -1,4 +1,4 @@
-"""Compares the guard's kernel with `hints.guard` in torch; a program, for TRITON_INTERPRET.
+"""Compares the kernels of guard and checks with torch; a program, for TRITON_INTERPRET.
 
 python interpreted_guard.py FORMATS DEVICE DTYPE     prints how many inputs were compared
 """
@@ -7,7 +7,7 @@ import sys
 
 import torch
 
-from megatron_trace.formats import NUMBER_FORMATS, NumberFormat, kernels_guard, ops
+from megatron_trace.formats import NUMBER_FORMATS, NumberFormat, kernels_checks, kernels_guard, ops
 from megatron_trace.hints import guard
 from megatron_trace.testing.assertions import assert_same_bytes
 from megatron_trace.testing.hard_inputs import hard_inputs
@@ -51,6 +51,7 @@ def _compare(
     def on_device(tensor):
         return tensor.to(device) if isinstance(tensor, torch.Tensor) else tensor
 
+    _compare_checks(x, fmt.block_size, device, what)
     thresholds = guard.THRESHOLDS[fmt.name]
     for bits in fmt.hint_bits if turn is None else fmt.hint_bits[turn % 3 :][:1]:
         _, hint, scale_bytes = ops.rtn_record(
@@ -86,6 +87,18 @@ def _compare(
                 min_parity_agreement=thresholds.min_parity_agreement,
             )
             assert_same_bytes(got.cpu(), expected, f"{what} {name} {bits} decision")
+
+
+def _compare_checks(x: torch.Tensor, size: int, device: str, what: str) -> None:
+    """Compares what is counted among values with torch."""
+    amax = x.unflatten(-1, (-1, size)).abs().amax(-1)
+    numbers = amax[amax == amax].sort().values
+    limit = float(numbers[len(numbers) // 2]) * 1.001 if len(numbers) else 1.0
+    got = kernels_checks.num_blocks_beyond(x.to(device), limit, size)
+    assert int(got) == int((amax > limit).sum()), f"{what}: blocks beyond {limit}"
+    got = kernels_checks.num_non_finite(x.to(device))
+    expected = (~x.flatten().isfinite()).unflatten(0, (-1, 16)).any(-1).sum()
+    assert int(got) == int(expected), f"{what}: not finite"
 
 
 def main() -> None:
