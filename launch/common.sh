@@ -224,15 +224,19 @@ evaluate() {
 # Two jobs that train one run would write over each other's checkpoints.
 own_run() {
     ((DRY_RUN)) && return
-    local other
+    local other state waited=0
     until (set -o noclobber && echo "$JOB" >"$RUN/job") 2>/dev/null; do
         other=$(cat "$RUN/job" 2>/dev/null || true)
         [[ $other == "$JOB" ]] && return
-        if [[ -n $(squeue --noheader --states=RUNNING,SUSPENDED,COMPLETING --jobs="$other" 2>/dev/null) ]]; then
+        state=$(squeue --noheader --format=%T --jobs="$other" 2>/dev/null | head -1) || true
+        if [[ $state == COMPLETING ]] && ((waited++ < 120)); then
+            sleep 1
+        elif [[ $state == RUNNING || $state == SUSPENDED || $state == COMPLETING ]]; then
             say "job $other trains $RUN already: cancel it, or give this run a folder of its own"
             over 1
+        else
+            rm -f "$RUN/job"
         fi
-        rm -f "$RUN/job"
     done
 }
 

@@ -130,13 +130,17 @@ def test_a_node_that_lacks_something_is_refused(reason, variables, tmp_path):
     assert reason in done.stdout
 
 
-@pytest.mark.parametrize(("state", "refused"), [("RUNNING", True), ("", False)])
-def test_a_run_that_another_job_trains_is_refused(state, refused, tmp_path):
+@pytest.mark.parametrize(
+    ("states", "refused"), [("RUNNING", True), ("", False), ("COMPLETING", False)]
+)
+def test_a_run_that_another_job_trains_is_refused(states, refused, tmp_path):
     run, programs = tmp_path / "run", tmp_path / "programs"
     run.mkdir()
     programs.mkdir()
     (run / "job").write_text("71\n")
-    (programs / "squeue").write_text(f"#!/bin/sh\necho {state}\n")
+    # What is told once is over at the next question.
+    once = f"[ -e {tmp_path}/asked ] || echo {states}; touch {tmp_path}/asked"
+    (programs / "squeue").write_text(f"#!/bin/sh\n{once}\n")
     (programs / "squeue").chmod(0o755)
     (tmp_path / "run.env").write_text(f"RUN={run} START=x TASKS=x STEPS_OF_RUN=1\n")
     done = subprocess.run(
