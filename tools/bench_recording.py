@@ -41,7 +41,13 @@ from megatron_trace.rollout.decode_graphs import DecodeGraphs
 from megatron_trace.rollout.packed_experts import PackedRoutedExperts
 from megatron_trace.rollout.policy import ServedPolicy
 from megatron_trace.rollout.serving import EngineLimits, Server
-from megatron_trace.testing.long_decode import KV_GLOBAL_SCALE, fill_cache, fill_states, move_to
+from megatron_trace.testing.long_decode import (
+    KV_GLOBAL_SCALE,
+    begin_decoding,
+    fill_cache,
+    fill_states,
+    move_to,
+)
 from megatron_trace.testing.single_process import single_process
 
 PAGE_TOKENS = 64
@@ -55,10 +61,10 @@ def policy_of(options: argparse.Namespace) -> ServedPolicy:
     architecture = preset(options.preset)
     if options.reduced:
         architecture = architecture.reduced()
-    if options.layers:
-        architecture = dataclasses.replace(architecture, num_layers=options.layers)
-    if options.experts:
-        architecture = dataclasses.replace(architecture, num_experts=options.experts)
+    changes = {"num_layers": options.layers, "num_experts": options.experts}
+    changes["attention_interval"] = 1 if options.attention_only else None
+    chosen = {name: value for name, value in changes.items() if value}
+    architecture = dataclasses.replace(architecture, **chosen)
     policy = ServedPolicy(
         architecture_config(architecture, use_cpu_initialization=False),
         pattern=architecture.pattern(),
@@ -132,8 +138,11 @@ class Batch:
             run = server.begin(sampling=sampling, keep=keep)
             prompts = [[index % server.model.vocab_size] for index in range(count)]
             server.add(prompts, [f"s{index}" for index in range(count)], list(range(count)))
-            run.step()
+            begin_decoding(server)
+            move_to(server.context, 2)
             fill_cache(server.context)
+            run.step()
+            # Slots are set to zero in the first step.
             fill_states(server.context)
             move_to(server.context, max(2, self.context // PAGE_TOKENS * PAGE_TOKENS + 1))
             for _ in range(WARM_UP):
@@ -191,6 +200,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--reduced", action="store_true", help="small widths, for a CPU")
     parser.add_argument("--layers", type=int, help="decoder layers that are built; default all")
     parser.add_argument("--experts", type=int, help="of a layer; fewer are built sooner")
+    parser.add_argument(
+        "--attention-only", action="store_true", help="no Gated DeltaNet, which fla tunes at length"
+    )
     parser.add_argument("--hint-layers", default="latter_half")
     parser.add_argument("--kv-attention", default="auto")
     parser.add_argument("--packed-experts", default="auto", help="off: grouped products in BF16")

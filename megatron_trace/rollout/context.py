@@ -110,6 +110,7 @@ class RolloutContext(DynamicInferenceContext):
         self.keeps_pages = False
         self.counts: Counter[str] = Counter()
         self._evicts = False
+        self._routing: torch.Tensor | None = None
         super().__init__(model_config=model_config, inference_config=inference_config)
         # Megatron's own sizes begin at 8 or more, and it would capture them itself.
         self.cuda_graph_batch_dimensions_list = [
@@ -225,6 +226,7 @@ class RolloutContext(DynamicInferenceContext):
         """
         self.sites.require_finite()
         require_finite_logits(new_tokens)
+        self._store_routing()
         self.sites.recorder.end_step()
         finished = (active_requests_mask == 0).nonzero()[:, 0] + self.paused_request_count
         chunked = self.get_index_of_chunked_prefill_request(safe=True)
@@ -234,6 +236,28 @@ class RolloutContext(DynamicInferenceContext):
                 request_id = int(self.request_ids[index])
                 self.finished[request_id] = self._saved(index, to_continue=self.keeps_pages)
         return super().update_requests(active_requests_mask, new_tokens, *args, **kwargs)
+
+    def begin_routing(self, routing: torch.Tensor) -> None:
+        """Starts to copy the experts of the running step to the host; `update_requests` has them.
+
+        Args:
+            routing: integer [N, MoE layers, top-k] on the device.
+        """
+        num_experts = self.model_config.num_moe_experts or 0
+        routing = routing.to(
+            torch.int16 if num_experts <= torch.iinfo(torch.int16).max else torch.int32
+        )
+        if routing.is_cuda:
+            copy = torch.empty(routing.shape, dtype=routing.dtype, device="cpu", pin_memory=True)
+            copy.copy_(routing, non_blocking=True)
+            routing = copy
+        self._routing = routing
+
+    def _store_routing(self) -> None:
+        """Stores the experts of the step; its tokens, copied after them, are here already."""
+        routing, self._routing = self._routing, None
+        if routing is not None:
+            self.kv_block_allocator.store_routing_per_block(routing.numpy())
 
     def resume_paused_requests(self, *args: Any, **kwargs: Any) -> Any:
         """Gives pages to paused requests (Megatron's hook).
@@ -263,6 +287,7 @@ class RolloutContext(DynamicInferenceContext):
     def reset(self, *args: Any, **kwargs: Any) -> None:
         """Drops all requests and what is kept of them."""
         super().reset(*args, **kwargs)
+        self._routing = None
         self.finished.clear()
         self.continued.clear()
 

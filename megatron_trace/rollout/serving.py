@@ -13,9 +13,6 @@ from megatron.core.inference.contexts.mamba_slot_allocator import (
     MAX_INTERMEDIATE_OFFSETS_PER_REQUEST,
 )
 from megatron.core.inference.engines import DynamicInferenceEngine
-from megatron.core.inference.text_generation_controllers.text_generation_controller import (
-    TextGenerationController,
-)
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 
 from megatron_trace import compat
@@ -23,6 +20,7 @@ from megatron_trace.hints import Site
 from megatron_trace.models.hybrid import decoder_layers
 from megatron_trace.models.routing import global_replay_instances
 from megatron_trace.rollout.callbacks import NextTurn, OnTokens
+from megatron_trace.rollout.controller import EngineController
 from megatron_trace.rollout.decode_graphs import (
     DecodeGraphs,
     EngineForward,
@@ -191,7 +189,7 @@ class Server:
         self.forward = EngineForward(
             model, self.context, captures=graphs is not None and graphs.captured
         )
-        controller = TextGenerationController(
+        controller = EngineController(
             self.forward,
             TokenIds(model.vocab_size, eod_token),
         )
