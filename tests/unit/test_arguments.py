@@ -2,8 +2,6 @@
 
 import argparse
 import dataclasses
-import json
-import subprocess
 import sys
 
 import pytest
@@ -22,6 +20,7 @@ from megatron_trace.arguments import (
 )
 from megatron_trace.config import RecordedConfig, TraceConfig
 from megatron_trace.rl_config import HealthConfig, LossConfig
+from megatron_trace.testing.ranks import run_ranks
 
 EVERY_FLAG = """
     --trace-method qat
@@ -68,15 +67,14 @@ EVERY_FIELD_CHANGED = TraceConfig(
     packed_experts="auto",
 )
 
-WITH_MEGATRON = """
-import dataclasses, json, sys
-from megatron_trace.testing import cpu_runtime
-cpu_runtime.install()
-from megatron.training.arguments import parse_args
-from megatron_trace.arguments import add_trace_arguments, trace_config_from_args
-args = parse_args(extra_args_provider=add_trace_arguments)
-print(json.dumps([args.num_layers, dataclasses.asdict(trace_config_from_args(args))]))
-"""
+
+def parsed_by_megatron(rank, flags):
+    """Gives what Megatron's parser takes from flags, and the TraceConfig that they mean."""
+    from megatron.training.arguments import parse_args
+
+    sys.argv = ["program", *flags]
+    args = parse_args(extra_args_provider=add_trace_arguments)
+    return args.num_layers, trace_config_from_args(args)
 
 
 def parsed(*flags: str) -> TraceConfig:
@@ -166,19 +164,10 @@ def test_unknown_choice_names_the_choices(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_megatrons_own_parser_takes_the_flags() -> None:
-    run = subprocess.run(
-        [sys.executable, "-c", WITH_MEGATRON, "--num-layers", "8", *EVERY_FLAG.split()],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
-    assert run.returncode == 0, run.stderr
-    num_layers, fields = json.loads(run.stdout.splitlines()[-1])
-    assert num_layers == 8
-    assert (
-        TraceConfig(**fields | {"hint_sites": tuple(fields["hint_sites"])}) == EVERY_FIELD_CHANGED
-    )
+    """In a process of its own, as the parser reads its arguments from `sys.argv`."""
+    flags = ["--num-layers", "8", *EVERY_FLAG.split()]
+    (found,) = run_ranks(__file__, "parsed_by_megatron", world_size=1, flags=flags)
+    assert found == (8, EVERY_FIELD_CHANGED)
 
 
 MEGATRON_FLAGS = {
