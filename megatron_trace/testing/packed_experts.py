@@ -89,7 +89,11 @@ def _difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 
 
 def compared(
-    x: torch.Tensor, experts: torch.Tensor, probabilities: torch.Tensor, weights: PackedExperts
+    x: torch.Tensor,
+    experts: torch.Tensor,
+    probabilities: torch.Tensor,
+    weights: PackedExperts,
+    flags: tuple[str, ...] = (),
 ) -> dict[str, float]:
     """Gives how far the kernel is from the specification, stage by stage.
 
@@ -98,6 +102,7 @@ def compared(
         experts: int64 [T, k].
         probabilities: FP32 [T, k].
         weights: The experts.
+        flags: Of the kernel's build.
 
     Returns:
         `..._differ`: bytes of codes and scales that differ from those of the values that were
@@ -105,8 +110,9 @@ def compared(
         largest difference from what the reference computes of the kernel's own codes, over the
         largest magnitude of the row; at most TOLERANCE.
     """
-    ours = kernel.routed_experts(x, experts, probabilities, weights, keep_activations=True)
-    again = kernel.routed_experts(x, experts, probabilities, weights)
+    arguments = (x, experts, probabilities, weights)
+    ours = kernel.routed_experts(*arguments, keep_activations=True, flags=flags)
+    again = kernel.routed_experts(*arguments, flags=flags)
     assert ours.activations is not None, "asked for"
     routed = experts >= 0
     activations = reference.expert_activations(ours.fc1_codes, ours.fc1_scales, experts, weights)

@@ -35,8 +35,17 @@
 #ifndef EXPERT_STAGES
 #define EXPERT_STAGES 2
 #endif
-#ifndef EXPERT_UNIT
-#define EXPERT_UNIT 8
+#ifndef EXPERT_EIGHTS
+#define EXPERT_EIGHTS 2
+#endif
+#ifndef EXPERT_SLOTS
+#define EXPERT_SLOTS 2
+#endif
+#ifndef EXPERT_ROLLED
+#define EXPERT_ROLLED 0
+#endif
+#ifndef EXPERT_ROUND
+#define EXPERT_ROUND 8
 #endif
 // Bytes that the L2 cache fetches at a copy's first miss: 0 (what is asked for), 128 or 256.
 #ifndef EXPERT_FETCH
@@ -53,7 +62,7 @@ constexpr int TEAM = 8;  // warps
 constexpr int TEAMS = EXPERT_TEAMS;
 constexpr int WARPS = TEAM * TEAMS;
 constexpr int THREADS = WARPS * 32;
-constexpr int MAX_NT = 2;                      // eights of slots
+constexpr int MAX_NT = EXPERT_EIGHTS;          // eights of slots
 constexpr int GROUP_SLOTS = 8 * MAX_NT;
 constexpr int MAX_EXPERTS = 1024;
 constexpr int CHUNK = 256;                     // columns of a slice
@@ -64,9 +73,10 @@ constexpr int CODE_BYTES = ROWS * CHUNK / 2;
 constexpr int SCALE_BYTES = ROWS * CHUNK / 16;
 constexpr int STAGE_BYTES = CODE_BYTES + SCALE_BYTES + 16;  // and what it holds
 constexpr int SUM_BYTES = 2 * MAX_NT * 512;
+constexpr int SLOTS = EXPERT_SLOTS;            // for sums of a team
 constexpr int SHARED_BYTES =
-    WARPS * STAGES * STAGE_BYTES + TEAMS * (2 * TEAM * SUM_BYTES + 32);
-constexpr int UNIT = EXPERT_UNIT;              // items of a team in a row
+    WARPS * STAGES * STAGE_BYTES + TEAMS * SLOTS * (TEAM * SUM_BYTES + 16);
+constexpr int ROUND = EXPERT_ROUND;            // items of a team in a row
 constexpr int PREPARE_THREADS = 1024;
 constexpr int COMBINE_THREADS = 256;
 
@@ -242,6 +252,7 @@ __device__ void quantise_block(const Arguments& a, int64_t block) {
 
 __global__ void __launch_bounds__(PREPARE_THREADS)
     prepare_kernel(const __grid_constant__ Arguments a) {
+    wait_for_previous();
     let_next_start();
     if (blockIdx.x == 0) {
         sort_slots(a);
@@ -267,12 +278,12 @@ struct Walk {
 
     __device__ __forceinline__ void open() {
         for (; part != NONE; ++part, round = 0) {
-            int total = part == FC1 ? num_items1 : num_items2, of_round = num_teams * UNIT;
+            int total = part == FC1 ? num_items1 : num_items2, of_round = num_teams * ROUND;
             int full = total / of_round;
             for (; round <= full; ++round) {
                 int who = part == FC1 ? team : num_teams - 1 - team;
-                int start = (round * num_teams + who) * UNIT;
-                left = UNIT;
+                int start = (round * num_teams + who) * ROUND;
+                left = ROUND;
                 if (round == full) {
                     int rest = total - full * of_round;
                     start = full * of_round + rest * who / num_teams;
@@ -423,58 +434,62 @@ __device__ __forceinline__ uint32_t word_of(const uint4& four, int i) {
     return i == 0 ? four.x : i == 1 ? four.y : i == 2 ? four.z : four.w;
 }
 
-// sums = the weights of a stage times a warp's slice of the tokens, in units of 2^-28.
+// sums = eight rows of both runs of a stage times a warp's slice of the tokens, in units of 2^-28.
 template <int NT>
 __device__ __forceinline__ void multiply(
-    uint32_t stage, int lane, const uint4 (&tokens)[WORDS][NT], float (&sums)[2][NT][4]) {
+    uint32_t stage, int m, int lane, const uint4 (&tokens)[WORDS][NT], float (&sums)[NT][4]) {
     int g = lane / 4, t = lane % 4;
-    uint32_t codes = stage + g * 128, scales = stage + CODE_BYTES + lane * 4;
+    uint32_t codes = stage + (m * 8 + g) * 128, scales = stage + CODE_BYTES + m * 128 + lane * 4;
 #pragma unroll
-    for (int m = 0; m < 2; ++m) {
+    for (int n = 0; n < NT; ++n) {
 #pragma unroll
-        for (int n = 0; n < NT; ++n) {
+        for (int i = 0; i < 4; ++i) sums[n][i] = 0.0f;
+    }
+    uint32_t bytes[2] = {load_4(scales), load_4(scales + 256)};
 #pragma unroll
-            for (int i = 0; i < 4; ++i) sums[m][n][i] = 0.0f;
+    for (int unit = 0; unit < 2; ++unit) {
+        uint4 words[2];
+        uint32_t pair[2];
+#pragma unroll
+        for (int run = 0; run < 2; ++run) {
+            words[run] = load_16(codes + run * 2048 + ((2 * t + unit) ^ (g % 2)) * 16);
+            pair[run] = scales_of(bytes[run] >> (16 * unit));
         }
-        uint32_t bytes[2];
-#pragma unroll
-        for (int run = 0; run < 2; ++run) bytes[run] = load_4(scales + (run * 16 + m * 8) * 16);
-#pragma unroll
-        for (int unit = 0; unit < 2; ++unit) {
-            uint4 words[2];
-            uint32_t pair[2];
-#pragma unroll
-            for (int run = 0; run < 2; ++run) {
-                words[run] = load_16(codes + (run * 16 + m * 8) * 128 +
-                                     ((2 * t + unit) ^ (g % 2)) * 16);
-                pair[run] = scales_of(bytes[run] >> (16 * unit));
-            }
 #if EXPERT_CEILING == 1
-            uint4 p = words[0], q = words[1];
-            sums[m][0][unit] = __uint_as_float(p.x ^ p.y ^ p.z ^ p.w ^ pair[0]);
-            sums[m][0][2 + unit] = __uint_as_float(q.x ^ q.y ^ q.z ^ q.w ^ pair[1]);
+        uint4 p = words[0], q = words[1];
+        sums[0][unit] = __uint_as_float(p.x ^ p.y ^ p.z ^ p.w ^ pair[0]);
+        sums[0][2 + unit] = __uint_as_float(q.x ^ q.y ^ q.z ^ q.w ^ pair[1]);
 #else
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                uint32_t pairs[2][4];
+        for (int i = 0; i < 4; ++i) {
+            uint32_t pairs[2][4];
 #pragma unroll
-                for (int run = 0; run < 2; ++run) {
-                    uint32_t twice = i < 2 ? low_twice(pair[run]) : high_twice(pair[run]);
-                    decode(word_of(words[run], i), pairs[run]);
+            for (int run = 0; run < 2; ++run) {
+                uint32_t twice = i < 2 ? low_twice(pair[run]) : high_twice(pair[run]);
+                decode(word_of(words[run], i), pairs[run]);
 #pragma unroll
-                    for (int j = 0; j < 4; ++j) pairs[run][j] = times(pairs[run][j], twice);
-                }
-#pragma unroll
-                for (int n = 0; n < NT; ++n) {
-                    const uint4& token = tokens[unit * 4 + i][n];
-                    multiply_add(sums[m][n], pairs[0][0], pairs[1][0], pairs[0][1], pairs[1][1],
-                                 token.x, token.y);
-                    multiply_add(sums[m][n], pairs[0][2], pairs[1][2], pairs[0][3], pairs[1][3],
-                                 token.z, token.w);
-                }
+                for (int j = 0; j < 4; ++j) pairs[run][j] = times(pairs[run][j], twice);
             }
-#endif
+#pragma unroll
+            for (int n = 0; n < NT; ++n) {
+                const uint4& token = tokens[unit * 4 + i][n];
+                multiply_add(sums[n], pairs[0][0], pairs[1][0], pairs[0][1], pairs[1][1], token.x,
+                             token.y);
+                multiply_add(sums[n], pairs[0][2], pairs[1][2], pairs[0][3], pairs[1][3], token.z,
+                             token.w);
+            }
         }
+#endif
+    }
+}
+
+template <int NT>
+__device__ __forceinline__ void store_sums(uint32_t to, const float (&sums)[NT][4]) {
+#pragma unroll
+    for (int n = 0; n < NT; ++n) {
+        store_16(to + n * 512,
+                 make_uint4(__float_as_uint(sums[n][0]), __float_as_uint(sums[n][1]),
+                            __float_as_uint(sums[n][2]), __float_as_uint(sums[n][3])));
     }
 }
 
@@ -617,9 +632,9 @@ struct Team {
     uint32_t sums, barriers;
 
     __device__ __forceinline__ uint32_t place(int number, int warp) const {
-        return sums + (number % 2 * TEAM + warp) * SUM_BYTES;
+        return sums + (number % SLOTS * TEAM + warp) * SUM_BYTES;
     }
-    __device__ __forceinline__ uint32_t full(int number) const { return barriers + number % 2 * 16; }
+    __device__ __forceinline__ uint32_t full(int number) const { return barriers + number % SLOTS * 16; }
     __device__ __forceinline__ uint32_t empty(int number) const { return full(number) + 8; }
 };
 
@@ -637,7 +652,7 @@ __device__ __forceinline__ void finish(
     const Arguments& a, const Team& team, const Share& share, const Run<NT>& run, int part,
     int number, int row, int warp, int lane) {
     if (!share.adds_up(number)) return;
-    barrier_wait(team.full(number), number / 2 % 2);
+    barrier_wait(team.full(number), number / SLOTS % 2);
     float sums[2][NT][4] = {};
     for (int slice = 0; slice < share.slices; ++slice) {
         uint32_t from = team.place(number, warp - share.slice + slice) + lane * 16;
@@ -692,25 +707,31 @@ __device__ __forceinline__ void process(
     do {
         await_copies();
         __syncwarp();
-        float sums[2][NT][4];
-        multiply<NT>(loader.ring + stage * STAGE_BYTES, lane, tokens, sums);
+        uint32_t from = loader.ring + stage * STAGE_BYTES;
+        uint32_t to = team.place(number, warp) + lane * 16;
         int row_before = row;
         row = content.row();
+#if EXPERT_ROLLED
+        barrier_wait(team.empty(number), (number / SLOTS + 1) % 2);
+#pragma unroll 1
+        for (int m = 0; m < 2; ++m) {
+            float sums[NT][4];
+            multiply<NT>(from, m, lane, tokens, sums);
+            store_sums<NT>(to + m * MAX_NT * 512, sums);
+        }
         __syncwarp();
         loader.load(a, stage);
+#else
+        float sums[2][NT][4];
+        multiply<NT>(from, 0, lane, tokens, sums[0]);
+        multiply<NT>(from, 1, lane, tokens, sums[1]);
+        __syncwarp();
+        loader.load(a, stage);
+        barrier_wait(team.empty(number), (number / SLOTS + 1) % 2);
+        store_sums<NT>(to, sums[0]);
+        store_sums<NT>(to + MAX_NT * 512, sums[1]);
+#endif
         stage = stage == STAGES - 1 ? 0 : stage + 1;
-        barrier_wait(team.empty(number), (number / 2 + 1) % 2);
-        uint32_t to = team.place(number, warp) + lane * 16;
-#pragma unroll
-        for (int m = 0; m < 2; ++m) {
-#pragma unroll
-            for (int n = 0; n < NT; ++n) {
-                store_16(to + (m * MAX_NT + n) * 512,
-                         make_uint4(__float_as_uint(sums[m][n][0]), __float_as_uint(sums[m][n][1]),
-                                    __float_as_uint(sums[m][n][2]),
-                                    __float_as_uint(sums[m][n][3])));
-            }
-        }
         __syncwarp();
         if (lane == 0) {
             arrive(team.full(number));
@@ -734,11 +755,11 @@ __global__ void __launch_bounds__(THREADS, 1) multiply_kernel(const __grid_const
     loader.ring = shared_address(shared) + index * STAGES * STAGE_BYTES;
     Team team;
     team.sums = shared_address(shared) + WARPS * STAGES * STAGE_BYTES +
-                team_index * 2 * TEAM * SUM_BYTES;
+                team_index * SLOTS * TEAM * SUM_BYTES;
     team.barriers = shared_address(shared) + WARPS * STAGES * STAGE_BYTES +
-                    TEAMS * 2 * TEAM * SUM_BYTES + team_index * 32;
+                    TEAMS * SLOTS * TEAM * SUM_BYTES + team_index * SLOTS * 16;
     if (threadIdx.x % (TEAM * 32) == 0) {
-        for (int i = 0; i < 4; ++i) barrier_init_of(team.barriers + 8 * i, TEAM);
+        for (int i = 0; i < 2 * SLOTS; ++i) barrier_init_of(team.barriers + 8 * i, TEAM);
     }
     __syncthreads();
     wait_for_previous();
@@ -761,7 +782,7 @@ __global__ void __launch_bounds__(THREADS, 1) multiply_kernel(const __grid_const
     while (content.part() != NONE) {
         if (content.part() == FC2) await_fc1(a, content.group(), loader.lane, all_done);
         if (content.num_slots() <= 8) process<1>(a, team, loader, content, stage, number);
-        else process<2>(a, team, loader, content, stage, number);
+        else if constexpr (MAX_NT > 1) process<2>(a, team, loader, content, stage, number);
     }
 }
 
@@ -863,8 +884,8 @@ int trace_routed_experts(
     auto on = static_cast<cudaStream_t>(stream);
     int64_t values = static_cast<int64_t>(num_tokens) * hidden;
     int64_t prepare_blocks = 1 + blocks_for(values / 16, PREPARE_THREADS);
-    prepare_kernel<<<static_cast<unsigned>(prepare_blocks), PREPARE_THREADS, 0, on>>>(a);
-    cudaError_t error = cudaGetLastError();
+    cudaError_t error =
+        launch_after(prepare_kernel, a, prepare_blocks, PREPARE_THREADS, 0, on);
     if (error != cudaSuccess) return error;
     error = cudaFuncSetAttribute(multiply_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                  SHARED_BYTES);

@@ -23,7 +23,7 @@ SOURCE = FOLDER / "experts.cu"
 # As in experts.cu.
 MAX_EXPERTS = 1024
 _SLICE, _TEAM, _ROWS = 256, 8, 32
-_GROUP_SLOTS = 16
+_GROUP_SLOTS = 8
 # More tokens are computed in parts, which bounds the memory of what lies between the kernels.
 MAX_TOKENS = 2048
 
