@@ -6,7 +6,7 @@ on this rank, C channels of the convolution, W its taps, H value heads, K key di
 
 from __future__ import annotations
 
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -31,10 +31,12 @@ class LocalGatedDeltaNet(GatedDeltaNet):
 
     Megatron 0.19.2 refuses to build the layer without fla, calls fla's normalisation also in its
     deterministic mode, and has no torch path for packed sequences. Parameters, their names and
-    their checkpoint are Megatron's, but for two: `out_norm` is never zero-centred here, as in
-    published models; Megatron's is if the other norms are. `A_log` stays FP32 in a BF16 model, as
-    published models store it: BF16 would change decays by up to .8 %. Nothing of the layer is ever
-    quantised.
+    their checkpoint are Megatron's, but for `out_norm`, which is never zero-centred here, as in
+    published models; Megatron's is if the other norms are. Nothing of the layer is ever quantised.
+
+    `A_log` has the model's dtype, as all parameters: with some in FP32 in a BF16 model, Megatron's
+    optimizers (0.19.2) save states under other parameters: the distributed one lists FP32
+    parameters first, but counts them last.
 
     Under context parallelism each rank computes some heads of all positions, exchanged before and
     after as Megatron does.
@@ -64,7 +66,6 @@ class LocalGatedDeltaNet(GatedDeltaNet):
         _require_supported(config, pg_collection)
         with compat.fla_not_needed():
             super().__init__(config, submodules, *args, pg_collection=pg_collection, **kwargs)
-        self.A_log.data = self.A_log.data.float()
         self.kernels = delta_rule_kernels(delta_rule, deterministic=config.deterministic_mode)
         self.v_heads_per_key_head = self.num_v_heads_local_tp // self.num_k_heads_local_tp
 
@@ -169,14 +170,6 @@ class LocalGatedDeltaNet(GatedDeltaNet):
         normed = self.out_norm(mixed)
         gated = normed * F.silu(gate.unflatten(-1, (-1, self.value_head_dim)).float())
         return gated.to(projected.dtype).flatten(-2), conv_state, recurrent_state
-
-    def _apply(self, fn: Any, recurse: bool = True) -> Self:
-        # Megatron calls `bfloat16()` on the model; a move to another device goes through here too.
-        precise = self.A_log.data
-        super()._apply(fn, recurse)
-        if self.A_log.dtype != torch.float32:
-            self.A_log.data = precise.to(self.A_log.device)
-        return self
 
     def _setup_variant_attrs(self) -> None:
         super()._setup_variant_attrs()
