@@ -170,6 +170,18 @@ def inference_mode_of_process() -> Iterator[None]:
             InferenceMode.unset_active()
 
 
+def forget_moe_layers() -> None:
+    """Drops the MoE layers of an earlier engine's model, which Megatron keeps for ever.
+
+    Megatron 0.19.2 looks for them once in a process (inference/utils.py, `moe_layer_cache`): their
+    weights are never freed, and switches for decode are set in them instead of a later model's.
+    """
+    require_version("megatron-core", MEGATRON_CORE, "forget_moe_layers")
+    from megatron.core.inference import utils
+
+    utils.moe_layer_cache = None
+
+
 def set_quantizer_action(quantizer: Any, action: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Gives a ModelOpt quantiser the function that our backend calls for it.
 

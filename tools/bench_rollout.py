@@ -60,6 +60,7 @@ from megatron_trace.planning.sizes import HintChoice, dense_bytes, expert_bytes,
 from megatron_trace.rollout.decode_graphs import DecodeGraphs
 from megatron_trace.rollout.packed_experts import implementation_of
 from megatron_trace.rollout.policy import ServedPolicy
+from megatron_trace.rollout.recorder import Recorder
 from megatron_trace.rollout.serving import EngineLimits, Server
 from megatron_trace.rollout.weights import quantise_experts
 from megatron_trace.testing.long_decode import KV_GLOBAL_SCALE, LongDecode
@@ -109,7 +110,7 @@ class Case:
     @property
     def trace(self) -> dict[str, Any]:
         """Settings of TRACE that the engine is built with."""
-        return MODES[self.mode] | RECORDINGS[self.recording]
+        return MODES[self.mode] | (RECORDINGS[self.recording] if self.mode != "bf16" else {})
 
     @property
     def kv_format(self) -> str | None:
@@ -180,10 +181,9 @@ class Bench:
         """Measures all cases; one that fails is told and the next one goes on."""
         for cases in self._by_policy():
             started = time.perf_counter()
-            policy = self.policy(cases[-1])
+            policy = self.policy(is_quantised=cases[0].mode != "bf16")
             torch.cuda.synchronize()
-            seconds = time.perf_counter() - started
-            print(f"built {cases[-1].trace} in {seconds:.1f} s", flush=True)
+            print(f"built in {time.perf_counter() - started:.1f} s", flush=True)
             for case in cases:
                 try:
                     self.rows.append(self.measured(policy, case))
@@ -198,33 +198,29 @@ class Bench:
             _collect()
 
     def _by_policy(self) -> list[list[Case]]:
-        """Gives the cases that one built model serves; the last one says how it is built.
-
-        Recording off goes with the mode's first other, and dropping BF16 experts comes last.
-        """
+        """Gives the cases of BF16, and those of FP4, which share a model; dropping comes last."""
         o = self.options
-        groups: dict[str, dict[tuple[str, str, int], Case]] = {}
-        for mode in o.modes:
-            recordings = ["off"] if mode == "bf16" else o.recording
-            first = next((r for r in recordings if r != "off"), "off")
-            for recording in sorted(recordings, key=lambda r: r != "off"):
-                built = first if recording == "off" else recording
-                group = groups.setdefault(json.dumps(Case(mode, built, "").trace), {})
-                for case in (Case(mode, recording, name) for name in o.batches):
-                    group.setdefault((mode, recording, self.batch(case)), case)
-        return [sorted(g.values(), key=lambda case: case.drops_bf16) for g in groups.values()]
+        groups: list[list[Case]] = []
+        for family in (["bf16"], [mode for mode in o.modes if mode != "bf16"]):
+            cases: dict[tuple[str, str, int], Case] = {}
+            for mode in family:
+                recordings = ["off"] if mode == "bf16" else o.recording
+                for case in (Case(mode, r, name) for name in o.batches for r in recordings):
+                    cases.setdefault((mode, case.recording, self.batch(case)), case)
+            if set(family) & set(o.modes):
+                groups.append(sorted(cases.values(), key=lambda case: case.drops_bf16))
+        return groups
 
-    def policy(self, case: Case) -> ServedPolicy:
-        """Builds the model of a case with random weights, quantised as a push does."""
-        a, trace = self.slice, dict(case.trace)
-        if case.mode != "bf16":
-            trace["packed_experts"] = self.options.packed_experts
+    def policy(self, *, is_quantised: bool) -> ServedPolicy:
+        """Builds a model with random weights, quantised as a push does."""
+        a = self.slice
+        mode = "fp4_kv" if is_quantised else "bf16"
         policy = ServedPolicy(
             architecture_config(a, use_cpu_initialization=False),
             pattern=a.pattern(),
             vocab_size=a.vocab_size,
             max_sequence_length=self.sequence_tokens,
-            trace=TraceConfig(**trace, check_finite=self.options.check_finite),
+            trace=self._trace(Case(mode, "all", "")),
             keep_packed_weights=False,
             model_id=a.name,
             rotary_percent=a.rope_share,
@@ -241,6 +237,20 @@ class Bench:
             )
         return policy
 
+    def _trace(self, case: Case) -> TraceConfig:
+        trace = dict(case.trace)
+        if case.mode != "bf16":
+            trace["packed_experts"] = self.options.packed_experts
+        return TraceConfig(**trace, check_finite=self.options.check_finite)
+
+    def _serve_as(self, policy: ServedPolicy, case: Case) -> None:
+        """Makes a model's next server that of a case: what is recorded, and what of the cache."""
+        policy.trace = policy.sites.trace = self._trace(case)
+        places = policy._recorded_places()
+        policy._recorder = policy.sites.recorder = Recorder(places, policy._narrowed)
+        if case.drops_bf16:
+            self._drop_bf16_experts(policy)
+
     def _drop_bf16_experts(self, policy: ServedPolicy) -> None:
         if not self.packed:
             raise ValueError("BF16 experts cannot be dropped where no packed ones compute")
@@ -252,9 +262,15 @@ class Bench:
 
     def measured(self, policy: ServedPolicy, case: Case) -> dict[str, Any]:
         """Gives the row of a case; if the largest batch does not fit, of one that does."""
-        if case.drops_bf16:
-            self._drop_bf16_experts(policy)
-        expected = batch = self.batch(case)
+        self._serve_as(policy, case)
+        expected = self.batch(case)
+        batch = expected
+        if case.batch_name == "largest":
+            # Of what is free now, if something else holds memory too.
+            missing = self._weight_bytes(self.whole, case) - self._weight_bytes(self.slice, case)
+            free = torch.cuda.mem_get_info()[0] - missing - RESERVE_BYTES
+            if not self.options.cpu:
+                batch = max(1, min(expected, math.floor(free / self._bytes_of_a_sequence(case))))
         while True:
             try:
                 row = self._measured(policy, case, batch)
@@ -271,7 +287,7 @@ class Bench:
         ballast = torch.empty(
             self._missing_bytes(case, batch), dtype=torch.uint8, device=torch.cuda.current_device()
         )
-        server, launched = self._server(policy, batch)
+        server, launched = self._server(policy, case, batch)
         points = self._points()
         keep = case.recording != "off"
         with LongDecode(server, batch, keep=keep).running() as decode:
@@ -320,24 +336,26 @@ class Bench:
             row[f"bytes_{name}"] = dataclasses.asdict(moved)
         return row
 
-    def _server(self, policy: ServedPolicy, batch: int) -> tuple[Server, str]:
+    def _server(self, policy: ServedPolicy, case: Case, batch: int) -> tuple[Server, str]:
         """Gives a server, and how its decode steps are launched: as asked, or as the engine can."""
         launched = self.options.graphs
         if launched == "captured":
             try:
-                return self._built(policy, batch, DecodeGraphs((batch,))), launched
+                return self._built(policy, case, batch, DecodeGraphs((batch,))), launched
             except ValueError as error:
                 print(f"not captured: {error}", flush=True)
                 launched = "padded"
             _collect()
         graphs = DecodeGraphs((batch,), captured=False) if launched == "padded" else False
-        return self._built(policy, batch, graphs), launched
+        return self._built(policy, case, batch, graphs), launched
 
-    def _built(self, policy: ServedPolicy, batch: int, graphs: DecodeGraphs | bool) -> Server:
+    def _built(
+        self, policy: ServedPolicy, case: Case, batch: int, graphs: DecodeGraphs | bool
+    ) -> Server:
         return Server(
             policy.model,
             policy.sites,
-            packed=policy.trace.quantises_kv,
+            packed=case.kv_format is not None,
             # No token of the vocabulary ends a response.
             eod_token=self.whole.vocab_size,
             limits=EngineLimits(
@@ -356,17 +374,19 @@ class Bench:
         if case.batch_name != "largest":
             return int(case.batch_name)
         room = self.device_bytes - self.accounted_bytes(case, 0)
-        of_sequence = self.accounted_bytes(case, 1) - self.accounted_bytes(case, 0)
-        batch = math.floor(room / of_sequence)
+        batch = math.floor(room / self._bytes_of_a_sequence(case))
         if batch < 1:
             raise SystemExit(f"{case}: not one sequence fits {self.device_bytes / GIB:.0f} GiB")
         return batch
 
     def accounted_bytes(self, case: Case, batch: int) -> float:
         """Gives the memory that an engine of the whole model takes, by accounting."""
+        weights = self._weight_bytes(self.whole, case)
+        return weights + RESERVE_BYTES + batch * self._bytes_of_a_sequence(case)
+
+    def _bytes_of_a_sequence(self, case: Case) -> float:
         sampling = SAMPLING_BYTES * self.whole.vocab_size
-        of_sequence = sampling + self._sequence_bytes(self.whole, case)
-        return self._weight_bytes(self.whole, case) + RESERVE_BYTES + batch * of_sequence
+        return sampling + self._sequence_bytes(self.whole, case)
 
     def _weight_bytes(self, architecture: Architecture, case: Case) -> float:
         """Gives what the weights take: the engine keeps BF16 experts beside the packed ones."""

@@ -161,6 +161,7 @@ class Server:
         self.sites = sites
         self.eod_token = eod_token
         self.limits = limits
+        compat.forget_moe_layers()
         attention_layers = tuple(
             layer.index for layer in decoder_layers(model) if layer.attention is not None
         )

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 
+from megatron_trace import compat
 from megatron_trace.rollout.decode_graphs import DecodeGraphs
 from megatron_trace.rollout.sampling import SamplingSettings
 from megatron_trace.rollout.serving import EngineLimits, Server
@@ -70,6 +74,18 @@ def test_steps_are_timed_where_the_requests_are_said_to_be(trace_engine):
         assert 4 <= decode.distinct_experts() <= 12, "three tokens, four of 16 experts each"
     tables = context.kv_block_allocator
     assert tables.total_avail == tables.total_count - 1, "all pages are free again"
+
+
+def test_the_model_of_an_engine_that_is_gone_is_freed_when_another_is_built(weights):
+    engine = tiny_engine(weights, "bf16")
+    # So that Megatron remembers this one's layers.
+    compat.forget_moe_layers()
+    roll_out(engine, random_prompts(2))
+    model = weakref.ref(engine.model)
+    del engine
+    tiny_engine(None, "bf16")
+    gc.collect()
+    assert model() is None
 
 
 @pytest.mark.gpu
