@@ -13,7 +13,8 @@ which the first also quantises the weights that the optimizer changed, and then 
 Times are medians over rounds, of CUDA events (of the wall clock on a CPU); "host" is how long the
 host took to hand the work over, so where both are alike the GPU waited for the host.
 
-A case is METHOD:EXPERTS[:SITES[:LAYERS]], such as `trace:te:fc1+fc2+k+v:latter_half`.
+A case is METHOD:EXPERTS[:SITES[:LAYERS]][@T], SITES joined by +, such as
+`trace:te:fc1+fc2+k+v:latter_half`; with @T it is measured at that many tokens only.
 
 Legend: T tokens of a micro-batch.
 """
@@ -28,6 +29,7 @@ cpu_runtime.install()
 import argparse
 import contextlib
 import dataclasses
+import faulthandler
 import gc
 import itertools
 import json
@@ -37,6 +39,7 @@ import time
 import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +95,14 @@ class Case:
         return f"{self.method}{guided}, {self.experts}"
 
     @property
+    def text(self) -> str:
+        """What `--cases` calls it, without defaults."""
+        parts = [self.method, self.experts, self.sites, self.layers]
+        while len(parts) > 2 and parts[-1] in (ALL_SITES, "all"):
+            parts.pop()
+        return ":".join(parts)
+
+    @property
     def trace(self) -> TraceConfig:
         """Its configuration."""
         fields: dict[str, Any] = {"method": self.method, "experts": self.experts}
@@ -108,7 +119,7 @@ class Trainer:
         case: The case.
         model: The model.
         sites: Its `TraceSites`.
-        stream: Micro-batches without end.
+        files: Where its hints are.
         first: Milliseconds of each round's first micro-batch.
         later: Of all others.
         host: Milliseconds in which the host handed over each of these.
@@ -118,7 +129,7 @@ class Trainer:
     case: Case
     model: Any
     sites: TraceSites
-    stream: Iterator[MicroBatch]
+    files: HintFiles
     first: list[float] = field(default_factory=list)
     later: list[float] = field(default_factory=list)
     host: list[float] = field(default_factory=list)
@@ -261,81 +272,91 @@ def measure_training(block: Block, cases: Sequence[Case], num_tokens: int) -> li
     batches = [block.samples[first : first + per_batch] for first in starts]
     rows: list[dict[str, Any]] = []
     optimizer: list[float] = []
-    with contextlib.ExitStack() as stack:
-        trainers = []
-        for case in cases:
-            with _reported(case.name):
-                model, sites = block.trainer(case)
-                stream = MicroBatchPrefetcher(
-                    itertools.cycle(batches), HintFiles(block.folder), sites, max_host_bytes=None
-                )
-                stack.enter_context(stream)
-                trainers.append(Trainer(case, model, sites, stream))
-        print(f"built, {time.perf_counter() - options.started:.1f} s so far", flush=True)
-        failed: set[str] = set()
-        for round_number in range(options.rounds + 1):
-            # One round that counts is the least.
-            if round_number > 1 and time.perf_counter() - options.started > options.budget_s:
-                break
-            order = (
-                trainers[round_number % len(trainers) :] + trainers[: round_number % len(trainers)]
-            )
-            for trainer in order:
-                if trainer.case.name in failed:
-                    continue
-                failed.add(trainer.case.name)
-                with _reported(trainer.case.name):
-                    started = time.perf_counter()
-                    train(trainer, options.micro_batches, device, count=round_number > 0)
-                    if round_number == 0:
-                        seconds = time.perf_counter() - started
-                        print(f"{trainer.case.name}: first round {seconds:.2f} s", flush=True)
-                    failed.remove(trainer.case.name)
-            optimizer.append(block.optimizer_step())
-            passed = time.perf_counter() - options.started
-            print(f"round {round_number} done, {passed:.1f} s so far", flush=True)
-        rows = [
-            row_of(trainer, num_tokens, statistics.median(optimizer))
-            for trainer in trainers
-            if trainer.case.name not in failed
-        ]
-        print_training(rows)
-        for trainer in trainers:
-            if options.profile and trainer.case.name not in failed:
-                with _reported(f"profile of {trainer.case.name}"):
-                    profiled(trainer.case.name, lambda of=trainer: step(of), options.profile)
+    budget_s = options.budget_s[min(options.tokens.index(num_tokens), len(options.budget_s) - 1)]
+    trainers = []
+    for case in cases:
+        with _reported(case.name):
+            trainers.append(Trainer(case, *block.trainer(case), HintFiles(block.folder)))
+    print(f"built, {_passed(options):.1f} s so far", flush=True)
+    for round_number in range(options.rounds + 1):
+        # One round that counts is the least.
+        if round_number > 1 and _passed(options) > budget_s:
+            break
+        first = round_number % len(trainers)
+        for trainer in trainers[first:] + trainers[:first]:
+            started, done = time.perf_counter(), False
+            with _reported(trainer.case.name):
+                train(trainer, batches, options.micro_batches, device, count=round_number > 0)
+                done = True
+            if not done:
+                trainers = [other for other in trainers if other is not trainer]
+            elif round_number == 0:
+                seconds = time.perf_counter() - started
+                print(f"{trainer.case.name}: first round {seconds:.2f} s", flush=True)
+        optimizer.append(block.optimizer_step())
+        if round_number:
+            rows = [row_of(of, num_tokens, statistics.median(optimizer)) for of in trainers]
+        if round_number == 1:
+            print_training(rows)
+        print(f"round {round_number} done, {_passed(options):.1f} s so far", flush=True)
+    print_training(rows)
+    for trainer in trainers:
+        is_last = num_tokens == options.tokens[-1]
+        if is_last and options.profile and trainer.case.text in options.profile_cases:
+            with _reported(f"profile of {trainer.case.name}"), _reading(trainer, batches) as stream:
+                step(trainer, next(stream))
+                micro_batch = next(stream)
+                profiled(trainer.case.name, partial(step, trainer, micro_batch), options.profile)
     return rows
 
 
-def train(trainer: Trainer, micro_batches: int, device: torch.device, *, count: bool) -> None:
+def _passed(options: argparse.Namespace) -> float:
+    return time.perf_counter() - options.started
+
+
+def _reading(trainer: Trainer, batches: Sequence[Sequence[RolloutSample]]) -> MicroBatchPrefetcher:
+    """Gives a case's micro-batches without end, read ahead."""
+    return MicroBatchPrefetcher(
+        itertools.cycle(batches), trainer.files, trainer.sites, max_host_bytes=None
+    )
+
+
+def train(
+    trainer: Trainer,
+    batches: Sequence[Sequence[RolloutSample]],
+    micro_batches: int,
+    device: torch.device,
+    *,
+    count: bool,
+) -> None:
     """Trains on some micro-batches, and notes their times if they count."""
-    for index in range(micro_batches):
-        on_gpu, timer = device.type == "cuda", Timer(device)
-        before = 0
-        if on_gpu:
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_allocated()
-        with timer:
-            step(trainer)
-        milliseconds = timer.milliseconds
-        if on_gpu:
-            peak = torch.cuda.max_memory_allocated() - before
-            trainer.peak_bytes = max(trainer.peak_bytes, peak)
-        if not count:
-            continue
-        if index == 0:
-            trainer.first.append(milliseconds)
-        else:
-            trainer.later.append(milliseconds)
-            trainer.host.append(timer.host_milliseconds)
+    on_gpu = device.type == "cuda"
+    with _reading(trainer, batches) as stream:
+        for index in range(micro_batches):
+            timer, before = Timer(device), 0
+            if on_gpu:
+                torch.cuda.synchronize()
+                torch.cuda.reset_peak_memory_stats()
+                before = torch.cuda.memory_allocated()
+            with timer:
+                step(trainer, next(stream))
+            milliseconds = timer.milliseconds
+            if on_gpu:
+                peak = torch.cuda.max_memory_allocated() - before
+                trainer.peak_bytes = max(trainer.peak_bytes, peak)
+            if not count:
+                continue
+            if index == 0:
+                trainer.first.append(milliseconds)
+            else:
+                trainer.later.append(milliseconds)
+                trainer.host.append(timer.host_milliseconds)
 
 
-def step(trainer: Trainer) -> None:
-    """Takes the next micro-batch and does its forward and backward pass."""
+def step(trainer: Trainer, micro_batch: MicroBatch) -> None:
+    """Does the forward and backward pass of a micro-batch."""
     for parameter in trainer.model.parameters():
         parameter.grad_added_to_main_grad = False
-    micro_batch = next(trainer.stream)
     with trainer.sites.micro_batch(micro_batch):
         logprobs = token_logprobs(trainer.model, trainer.sites, micro_batch)
         (-logprobs[micro_batch.loss_mask].mean()).backward()
@@ -371,7 +392,7 @@ def measure_loading(block: Block, num_tokens: int) -> dict[str, Any]:
         sites.device.type == "cuda",
         block.samples[: num_tokens // block.options.length],
     )
-    seconds, copies = [], []
+    seconds, copies, num_bytes = [], [], 0
     for _ in range(4):
         files, started = HintFiles(block.folder), time.perf_counter()
         staged = stage_micro_batch(samples, files, sites, pin_memory=on_gpu)
@@ -380,12 +401,13 @@ def measure_loading(block: Block, num_tokens: int) -> dict[str, Any]:
         with timer:
             staged.on_device(non_blocking=True)
         copies.append(timer.milliseconds)
+        num_bytes = staged.on_host.hint_bytes
     return {
         "tokens": num_tokens,
         "first_read_s": seconds[0],
         "read_s": statistics.median(seconds[1:]),
         "copy_ms": statistics.median(copies[1:]),
-        "bytes": staged.on_host.hint_bytes,
+        "bytes": num_bytes,
     }
 
 
@@ -420,10 +442,11 @@ def print_training(rows: Sequence[dict[str, Any]]) -> None:
         )
 
 
-def cases_of(options: argparse.Namespace) -> list[Case]:
+def cases_of(options: argparse.Namespace, num_tokens: int) -> list[Case]:
     """Gives the cases that the options ask for."""
     if options.cases:
-        return [Case(*case.split(":")) for case in options.cases]
+        asked = (case.partition("@") for case in options.cases)
+        return [Case(*case.split(":")) for case, _, at in asked if at in ("", str(num_tokens))]
     cases = []
     for kind in options.kinds:
         cases += [Case("bf16", kind), Case("qat", kind)]
@@ -437,6 +460,8 @@ def main() -> None:
     """Measures as the options say."""
     options = _options()
     options.started = time.perf_counter()
+    if options.hang_s:
+        faulthandler.dump_traceback_later(options.hang_s, exit=True)
     sizes = preset(options.preset)
     sizes = sizes.reduced() if options.small else sizes
     architecture = dataclasses.replace(
@@ -451,12 +476,18 @@ def main() -> None:
     print(f"{architecture.name}, pattern {options.pattern}, {device}, torch {torch.__version__}")
     with single_process(seed=0), tempfile.TemporaryDirectory() as folder:
         if "train" in options.parts:
-            report |= _train_part(options, architecture, Path(folder) / "hints")
+            for part in _train_part(options, architecture, Path(folder) / "hints"):
+                _write(options, report | part)
+                report |= part
             gc.collect()
             torch.cuda.empty_cache()
         if "rollout" in options.parts:
             with _reported("rollout"):
                 report["rollout"] = measure_rollout(options, architecture, Path(folder))
+    _write(options, report)
+
+
+def _write(options: argparse.Namespace, report: dict[str, Any]) -> None:
     if options.out:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(json.dumps(report, indent=1))
@@ -464,33 +495,32 @@ def main() -> None:
 
 def _train_part(
     options: argparse.Namespace, architecture: Architecture, folder: Path
-) -> dict[str, Any]:
-    started = time.perf_counter()
+) -> Iterator[dict[str, Any]]:
+    """Gives what is measured so far, after each number of tokens."""
     block = Block(options, architecture, folder)
     per_token = block.hint_bytes / block.num_tokens
     print(
         f"recorded {block.num_tokens} tokens; hints of all sites {per_token:.0f} bytes a token, "
         f"written in {block.store_seconds:.3f} s ({block.hint_bytes / 1e6:.1f} MB); "
-        f"{time.perf_counter() - started:.1f} s so far",
+        f"{_passed(options):.1f} s so far",
         flush=True,
     )
     rows, loading = [], []
     for num_tokens in options.tokens:
         loading.append(measure_loading(block, num_tokens))
         print("loading", loading[-1], flush=True)
-        rows += measure_training(block, cases_of(options), num_tokens)
-        print(f"{time.perf_counter() - started:.1f} s so far", flush=True)
+        rows += measure_training(block, cases_of(options, num_tokens), num_tokens)
+        yield {
+            "training": rows,
+            "store": {
+                "seconds": block.store_seconds,
+                "bytes": block.hint_bytes,
+                "tokens": block.num_tokens,
+            },
+            "loading": loading,
+        }
         gc.collect()
         torch.cuda.empty_cache()
-    return {
-        "training": rows,
-        "store": {
-            "seconds": block.store_seconds,
-            "bytes": block.hint_bytes,
-            "tokens": block.num_tokens,
-        },
-        "loading": loading,
-    }
 
 
 def _options() -> argparse.Namespace:
@@ -504,9 +534,13 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--kinds", nargs="+", default=["local"], help="of the routed experts")
     parser.add_argument("--cases", nargs="+", help="see above; instead of those of all kinds")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--budget-s", type=float, default=600.0, help="ends rounds early")
+    parser.add_argument(
+        "--budget-s", type=float, nargs="+", default=[600.0], help="ends rounds early, by tokens"
+    )
     parser.add_argument("--micro-batches", type=int, default=4, help="of a case in a round")
-    parser.add_argument("--profile", type=int, default=0, help="rows of each case's profile")
+    parser.add_argument("--profile", type=int, default=0, help="rows of a case's profile")
+    parser.add_argument("--profile-cases", nargs="+", default=["qat:local", "trace:local"])
+    parser.add_argument("--hang-s", type=float, help="ends with all stacks after so long")
     parser.add_argument("--parts", nargs="+", default=["train", "rollout"])
     parser.add_argument("--prompts", type=int, default=32, help="of the rollout, of 64 tokens")
     parser.add_argument("--new-tokens", type=int, default=32, help="sampled for each prompt")
