@@ -1,6 +1,6 @@
 """Megatron's allocator of pages, with two promises: a place is written once, a prefix is whole.
 
-Legend: P pages of S tokens.
+Legend: P pages of S tokens, N rows of a step, L MoE layers, k experts of a token.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ class WrittenOnceAllocator(KVBlockAllocator):
 
     num_written: np.ndarray
     registers: bool
+    # Integer [P, S, L, k], once a step was stored; memory is taken where it is written.
+    _routing: np.ndarray | None = None
 
     @classmethod
     def in_place_of(cls, other: KVBlockAllocator) -> WrittenOnceAllocator:
@@ -64,6 +66,34 @@ class WrittenOnceAllocator(KVBlockAllocator):
         self.registers = count == len(block_hashes)
         parents = None if parent_hashes is None else parent_hashes[:count]
         super().register_kv_block_hashes(block_ids[:count], block_hashes[:count], parents)
+
+    def store_routing_per_block(self, flat_routing: np.ndarray | None) -> None:
+        """Stores the experts of the step's tokens, integer [N, L, k] (Megatron's method).
+
+        All at once: Megatron 0.19.2 sorts them by page, and loops over the pages.
+        """
+        if flat_routing is None or not len(flat_routing):
+            return
+        context, rows = self.context, slice(0, len(flat_routing))
+        pages = context.token_to_block_idx[rows].numpy()
+        offsets = context.token_to_local_position_within_kv_block[rows].numpy()
+        self._routing_pages(flat_routing)[pages, offsets] = flat_routing
+
+    def store_block_routing(
+        self, block_id: int, positions: np.ndarray, routing: np.ndarray
+    ) -> None:
+        """Stores the experts of some places of a page, integer [places, L, k]."""
+        self._routing_pages(routing)[block_id, positions] = routing
+
+    def get_block_routing(self, block_id: int) -> np.ndarray | None:
+        """Gives the experts of a page, [S, L, k]; anything where nothing was written."""
+        return None if self._routing is None else self._routing[block_id]
+
+    def _routing_pages(self, routing: np.ndarray) -> np.ndarray:
+        if self._routing is None:
+            shape = self.total_count, self.context.block_size_tokens, *routing.shape[1:]
+            self._routing = np.zeros(shape, dtype=routing.dtype)
+        return self._routing
 
     def write(self, pages: np.ndarray, offsets: np.ndarray) -> int | None:
         """Notes that the rows of a step are written.
