@@ -21,6 +21,7 @@ cpu_runtime.install()
 import argparse
 import cProfile
 import dataclasses
+import gc
 import io
 import json
 import pstats
@@ -225,14 +226,15 @@ def main(arguments: list[str] | None = None) -> None:
         started = time.perf_counter()
         policy = policy_of(options)
         print(f"built in {time.perf_counter() - started:.1f} s", flush=True)
-        for batch in options.batches:
-            for name in options.forwards:
+        for name in options.forwards:
+            for batch in options.batches:
                 rows.append(measured(policy, options, batch, name))
                 print(f"{time.perf_counter() - started:.1f} s:", json.dumps(rows[-1]), flush=True)
                 if options.json:
                     facts = {"machine": torch.cuda.get_device_name(), "torch": torch.__version__}
                     facts |= {name: str(value) for name, value in vars(options).items()}
                     options.json.write_text(json.dumps({"facts": facts, "rows": rows}, indent=1))
+                gc.collect()
     for row in rows:
         print(
             f"batch {row['batch']:4d}  {row['forward']:10s}  off {row['off_ms']:7.3f} ms  on "
