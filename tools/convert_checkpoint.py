@@ -21,8 +21,9 @@ import logging
 from pathlib import Path
 
 from megatron_trace.conversion.convert import Converted, hf_to_megatron, megatron_to_hf
+from megatron_trace.conversion.published_folder import published_architecture
 from megatron_trace.models.architecture import Architecture, size_differences
-from megatron_trace.models.presets import PRESETS, preset
+from megatron_trace.models.presets import PRESETS, preset_like
 from megatron_trace.testing.single_process import single_process
 
 
@@ -48,7 +49,9 @@ def main() -> None:
     try:
         with single_process(seed=0):
             if args.command == "hf-to-megatron":
-                expected = None if args.model is None else preset(args.model)
+                expected = None
+                if args.model is not None:
+                    expected = preset_like(args.model, published_architecture(args.published))
                 done = hf_to_megatron(args.published, args.output, mtp=args.mtp, model=expected)
                 print_flags(done.architecture, mtp=args.mtp)
             else:

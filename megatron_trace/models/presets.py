@@ -130,10 +130,7 @@ def preset(name: str, **unknown: int) -> Architecture:
     Raises:
         ValueError: There is no such model, a field is missing, or one is given that is known.
     """
-    names = {known.lower(): known for known in PRESET_NAMES}
-    known = names.get(name.lower())
-    if known is None:
-        raise ValueError(f"no preset is called {name!r}; there are {', '.join(PRESET_NAMES)}")
+    known = _published_name(name)
     fields = UNKNOWN_FIELDS.get(known, ())
     missing = [field for field in fields if field not in unknown]
     if missing:
@@ -145,6 +142,28 @@ def preset(name: str, **unknown: int) -> Architecture:
     if foreign:
         raise ValueError(f"{known}: {', '.join(foreign)} is known and cannot be given")
     return qwen3_8_2_4t_a95b(**unknown) if fields else PRESETS[known]
+
+
+def preset_like(name: str, architecture: Architecture) -> Architecture:
+    """Gives a published model, of which the sizes that are not known are those of another one.
+
+    Args:
+        name: As for `preset`.
+        architecture: The other one, such as what a configuration describes.
+
+    Raises:
+        ValueError: There is no such model.
+    """
+    unknown = UNKNOWN_FIELDS.get(_published_name(name), ())
+    return preset(name, **{field: getattr(architecture, field) for field in unknown})
+
+
+def _published_name(name: str) -> str:
+    names = {known.lower(): known for known in PRESET_NAMES}
+    known = names.get(name.lower())
+    if known is None:
+        raise ValueError(f"no preset is called {name!r}; there are {', '.join(PRESET_NAMES)}")
+    return known
 
 
 def refuse_left_out(architecture: Architecture) -> None:

@@ -9,7 +9,7 @@ from megatron.training.argument_utils import hybrid_config_from_args
 from megatron.training.arguments import parse_args, validate_args
 
 from megatron_trace.arguments import add_recorded_arguments
-from megatron_trace.models.architecture import Architecture
+from megatron_trace.models.architecture import Architecture, size_differences
 from megatron_trace.models.meta_model import build_meta_model
 from megatron_trace.models.parameter_counts import parameter_counts
 from megatron_trace.models.presets import (
@@ -19,6 +19,7 @@ from megatron_trace.models.presets import (
     QWEN3_8_FLASH_NEXT,
     UNKNOWN_FIELDS,
     preset,
+    preset_like,
     refuse_left_out,
 )
 from megatron_trace.testing.single_process import single_process
@@ -142,6 +143,14 @@ def test_unknown_sizes_are_asked_for_by_name():
         preset("qwen3.5-35b-a3b", gdn_key_heads=16)
     with pytest.raises(ValueError, match=r"no preset is called 'qwen'; there are Qwen3.5-35B-A3B"):
         preset("qwen")
+
+
+def test_sizes_that_are_not_known_are_taken_from_a_configuration():
+    """So that a checkpoint of that model is told from another one by what is known."""
+    found = dataclasses.replace(preset(NAME_2_4T, **GDN_2_4T), gdn_value_heads=128, hidden_size=64)
+    expected = preset_like(NAME_2_4T.lower(), found)
+    assert size_differences(found, expected) == ["hidden_size=64, not 8192"]
+    assert preset_like("qwen3.5-35b-a3b", found) == QWEN3_5_35B_A3B
 
 
 def test_a_model_that_megatron_expresses_in_part_names_what_it_leaves_out():
