@@ -102,6 +102,16 @@ class Case:
     recording: str
     batch_name: str
 
+    def __post_init__(self) -> None:
+        """Raises ValueError on a mode or recording that there is not, or records in BF16."""
+        if self.mode not in MODES or self.recording not in RECORDINGS:
+            raise ValueError(
+                f"a case is one of {', '.join(MODES)} and one of {', '.join(RECORDINGS)}; got "
+                f"{self.mode}/{self.recording}"
+            )
+        if self.mode == "bf16" and self.recording != "off":
+            raise ValueError("a BF16 engine quantises nothing, so there is nothing to record")
+
     @property
     def drops_bf16(self) -> bool:
         """Whether the experts' BF16 weights, kept for pushes and calibration, are dropped."""
@@ -110,7 +120,7 @@ class Case:
     @property
     def trace(self) -> dict[str, Any]:
         """Settings of TRACE that the engine is built with."""
-        return MODES[self.mode] | (RECORDINGS[self.recording] if self.mode != "bf16" else {})
+        return MODES[self.mode] | RECORDINGS[self.recording]
 
     @property
     def kv_format(self) -> str | None:
@@ -199,17 +209,14 @@ class Bench:
 
     def _by_policy(self) -> list[list[Case]]:
         """Gives the cases of BF16, and those of FP4, which share a model; dropping comes last."""
-        o = self.options
         groups: list[list[Case]] = []
-        for family in (["bf16"], [mode for mode in o.modes if mode != "bf16"]):
+        for is_bf16 in (True, False):
             cases: dict[tuple[str, str, int], Case] = {}
-            for mode in family:
-                recordings = ["off"] if mode == "bf16" else o.recording
-                for case in (Case(mode, r, name) for name in o.batches for r in recordings):
-                    cases.setdefault((mode, case.recording, self.batch(case)), case)
-            if set(family) & set(o.modes):
-                groups.append(sorted(cases.values(), key=lambda case: case.drops_bf16))
-        return groups
+            for case in asked_cases(self.options):
+                if (case.mode == "bf16") == is_bf16:
+                    cases.setdefault((case.mode, case.recording, self.batch(case)), case)
+            groups.append(sorted(cases.values(), key=lambda case: case.drops_bf16))
+        return [cases for cases in groups if cases]
 
     def policy(self, *, is_quantised: bool) -> ServedPolicy:
         """Builds a model with random weights, quantised as a push does."""
@@ -220,7 +227,7 @@ class Bench:
             pattern=a.pattern(),
             vocab_size=a.vocab_size,
             max_sequence_length=self.sequence_tokens,
-            trace=self._trace(Case(mode, "all", "")),
+            trace=self._trace(Case(mode, "off", "")),
             keep_packed_weights=False,
             model_id=a.name,
             rotary_percent=a.rope_share,
@@ -542,6 +549,18 @@ def table(rows: Sequence[dict[str, Any]], *, markdown: bool) -> str:
     )
 
 
+def asked_cases(options: argparse.Namespace) -> list[Case]:
+    """Gives the cases that flags name, in their order, or all that they allow."""
+    if options.cases:
+        return [Case(*name.split("/")) for name in options.cases]
+    return [
+        Case(mode, recording, batch)
+        for mode in options.modes
+        for batch in options.batches
+        for recording in (["off"] if mode == "bf16" else options.recording)
+    ]
+
+
 def parsed(arguments: list[str] | None) -> argparse.Namespace:
     """Gives the flags of the command line."""
     parser = argparse.ArgumentParser(
@@ -554,6 +573,9 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--recording", nargs="+", choices=RECORDINGS, default=list(RECORDINGS))
     parser.add_argument(
         "--batches", nargs="+", default=["equal", "largest"], help="equal, largest, or numbers"
+    )
+    parser.add_argument(
+        "--cases", nargs="+", help="MODE/RECORDING/BATCH each, instead of all; in this order"
     )
     parser.add_argument("--prompt-tokens", type=int, default=8 << 10)
     parser.add_argument("--response-tokens", type=int, default=128 << 10)
