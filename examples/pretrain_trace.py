@@ -138,10 +138,9 @@ def main() -> None:
             # Not 0, which tells a job that the run is complete; one rank tells why.
             if args.rank:
                 raise SystemExit(1) from None
-            raise SystemExit(
-                f"stopped after iteration {args.curr_iteration + 1}, as {health.stop_reason}; "
-                f"the checkpoint is in {args.save}"
-            ) from None
+            number, reason = args.curr_iteration + 1, health.stop_reason
+            kept = f"the checkpoint is in {args.save}" if args.save else "no --save, no checkpoint"
+            raise SystemExit(f"stopped after iteration {number}, as {reason}; {kept}") from None
     training.assert_ran()
     print_rank_0(f"TRACE ran: method {trace.method}, {len(training.folders[0])} samples")
     print_rank_0(training.summary())

@@ -112,7 +112,8 @@ class LoopHealth:
         """
         if not self.can_skip:
             raise error
-        _logger.warning("nothing is updated in this step: %s", error)
+        if self._is_finite:  # The first of a step tells where it came from.
+            _logger.warning("nothing is updated in this step: %s", error)
         self._is_finite = False
 
     def skips(self, chunks: Sequence[torch.nn.Module]) -> bool:
@@ -132,6 +133,12 @@ class LoopHealth:
         gradients.make_infinite(chunks)
         self._forget()
         self.num_skipped += 1
+        if dist.get_rank() == 0:
+            _logger.warning(
+                "a step is skipped: something was NaN or Inf on some rank; %d so far, %d allowed",
+                self.num_skipped,
+                self.config.max_skipped_steps,
+            )
         alarm = non_finite_alarm(self.config, self.num_skipped)
         self.stop_reason = must_stop({"alarms": [alarm]})
         return True
