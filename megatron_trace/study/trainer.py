@@ -107,11 +107,9 @@ class StudySites(TraceSites):
         place: Place,
         slots: SlotRows | None,
         origin: RowOrigin,
-        *,
-        expert: int | None = None,
     ) -> Rounding:
-        """Gives how the rows of one expert, or of all, are rounded at fc2; counts by sample."""
-        rounding = super().slot_rounding(x, place, slots, origin, expert=expert)
+        """Gives how the rows of all experts are rounded at fc2; counts by sample."""
+        rounding = super().slot_rounding(x, place, slots, origin)
         if self.cell.method == "w4a16":
             return _AsItIs(**vars(rounding))
         micro_batch = self.micro_batch_in_force
@@ -119,8 +117,7 @@ class StudySites(TraceSites):
         values = x.detach()
         rounding = dataclasses.replace(rounding, hint=self._varied(rounding, values))
         # One rank: the rows of an expert are its tokens in their order.
-        routed = self._dispatchers[place[0]].routing_map.T
-        rows = (routed if expert is None else routed[expert : expert + 1]).nonzero()[:, 1]
+        rows = self._dispatchers[place[0]].routing_map.T.nonzero()[:, 1]
         sample_of_row = rows % len(micro_batch.sample_ids)
         known = (None, None) if slots is None else (slots.hint, slots.codes)
         self._count(place, values, rounding, sample_of_row, *known)

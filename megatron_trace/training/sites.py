@@ -354,10 +354,8 @@ class TraceSites:
         place: Place,
         slots: SlotRows | None,
         origin: RowOrigin,
-        *,
-        expert: int | None = None,
     ) -> Rounding:
-        """Gives how unweighted activations are rounded, and counts the call.
+        """Gives how the unweighted activations of all local experts are rounded; counts the call.
 
         A row is rounded by the hint of its token and expert slot if it has one that the guard
         accepts, and to nearest otherwise.
@@ -367,7 +365,6 @@ class TraceSites:
             place: Decoder layer and `Site.FC2`.
             slots: What `dispatched_slots` knows of these rows.
             origin: Gives where a row of x is from; only called for an error message.
-            expert: Expert whose rows they are; None if they are those of all local experts.
         """
         scope = self._scope_at(place)
         rows = x.detach()
@@ -386,7 +383,7 @@ class TraceSites:
             hint = hint.judged(rows, rounding.global_scale, self.trace, add_up)
             rounding = replace(rounding, hint=hint)
         self.count_call(*place)
-        if scope.first_time((place, expert)):
+        if scope.first_time(place):
             self._tally.add_slots(place, rows, rounding, slots)
         return rounding
 
