@@ -516,17 +516,21 @@ COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
     "mode": lambda row: row["mode"],
     "recording": lambda row: row["recording"],
     "batch": lambda row: str(row["batch"]),
-    "graphs": lambda row: row["graphs"],
+    "launched": lambda row: row["graphs"],
     "tokens/s": lambda row: f"{row['tokens_per_s']:.0f}",
-    "ms a step, by context": lambda row: " ".join(f"{ms:.1f}" for ms in row["whole_ms"].values()),
-    "of it measured": lambda row: " ".join(f"{ms:.1f}" for ms in row["step_ms"].values()),
-    "bytes/token, MB": lambda row: f"{row['bytes_per_token_read'] / 1e6:.0f}",
-    "bytes alone, tokens/s": lambda row: f"{row['floor_tokens_per_s_read']:.0f}",
-    "if packed": lambda row: f"{row['floor_tokens_per_s_packed']:.0f}",
-    "experts read": lambda row: (
+    "ms a step, by context": lambda row: ", ".join(f"{ms:.1f}" for ms in row["whole_ms"].values()),
+    "outside the layers, ms": lambda row: ", ".join(
+        f"{ms - (row['decoder_ms'][length] or ms):.1f}" for length, ms in row["step_ms"].items()
+    ),
+    "MB a token": lambda row: f"{row['bytes_per_token_read'] / 1e6:.0f}",
+    "bytes alone, tokens/s (share)": lambda row: (
+        f"{row['floor_tokens_per_s_read']:.0f} "
+        f"({row['tokens_per_s'] / row['floor_tokens_per_s_read']:.2f})"
+    ),
+    "experts read (even routing)": lambda row: (
         f"{row['distinct_experts']:.0f} ({row['distinct_experts_expected']:.0f})"
     ),
-    "GiB (accounted)": lambda row: f"{row['peak_GiB']:.1f} ({row['accounted_GiB']:.1f})",
+    "GiB (accounted)": lambda row: f"{row['peak_GiB']:.0f} ({row['accounted_GiB']:.0f})",
 }
 
 
