@@ -416,7 +416,6 @@ class Recorder:
         places = list(places)
         if not places:
             return {}
-        started = time.perf_counter()
         if self._ring is not None:
             self._ring.take_all()
         for layer, site in places:
@@ -426,7 +425,6 @@ class Recorder:
                     "one not, in a step of this rollout"
                 )
         found = self._pages[pages * self._page_tokens + offsets].view(torch.uint8)
-        self.seconds += time.perf_counter() - started
         codes_and_scales = {place: self._columns[place] for place in places}
         return {
             place: (found[:, codes].contiguous(), found[:, scales].contiguous())

@@ -92,7 +92,7 @@ def test_records_without_a_store_are_not_kept_and_change_nothing(trace_engine):
         seed=0,
     )
     assert [s.tokens for s in unrecorded] == [s.tokens for s in samples]
-    assert trace_engine.seconds["record"] - before < 1e-3
+    assert trace_engine.seconds["record"] - before < 1e-2
 
 
 def test_all_layers_are_recorded_by_default(weights):
