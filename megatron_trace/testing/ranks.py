@@ -146,6 +146,8 @@ def _run_in_process(
     os.dup2(output, 2)
     os.environ.clear()
     os.environ.update(environment)
+    # Its own processes start as those of any program do, not as it did.
+    multiprocessing.set_start_method(None, force=True)
     cpu_runtime.install()
     spec = importlib.util.spec_from_file_location("ranks_target", file)
     assert spec is not None, file

@@ -1,5 +1,6 @@
 """Megatron's own training loop on recorded rollouts: the two examples, one after the other."""
 
+import importlib.util
 import os
 import re
 import shutil
@@ -12,6 +13,7 @@ import torch
 from megatron.core import dist_checkpointing
 
 from megatron_trace.rl.tasks import save_tasks
+from megatron_trace.testing.ranks import run_ranks
 from megatron_trace.testing.single_process import single_process
 from megatron_trace.testing.sums import ITEMS
 
@@ -61,6 +63,33 @@ def run(example, flags, folder, *, ranks=1, fails=False):
     output = done.stdout + done.stderr
     assert (done.returncode != 0) == fails, output[-6000:]
     return output
+
+
+def pretrain_on_rank(rank, flags, folder, ranks):
+    """Runs Megatron's loop in a process that belongs to a group already."""
+    path = ROOT / "examples" / "pretrain_trace.py"
+    spec = importlib.util.spec_from_file_location("pretrain_trace", path)
+    program = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(program)
+    os.chdir(folder)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
+    sys.argv = [str(path), *flags.split()]
+    program.main()
+
+
+def fork_pretrain(flags, folder, *, ranks=1):
+    """Runs examples/pretrain_trace.py on ranks that need not import Megatron; as `run` does."""
+    lines = []
+    run_ranks(
+        __file__,
+        "pretrain_on_rank",
+        world_size=ranks,
+        echo=lines.append,
+        flags=flags,
+        folder=str(folder),
+        ranks=ranks,
+    )
+    return "\n".join(lines)
 
 
 def iterations(output):
@@ -130,7 +159,7 @@ def test_a_rollout_is_trained_on_and_the_gap_starts_small(trained):
 
 def test_a_fresh_process_resumes_the_distributed_optimizer_exactly(folder, trained):
     flags = training(only_iteration_2(folder, "resumed"), "resumed", "2")
-    resumed = iterations(run("pretrain_trace.py", flags, folder, ranks=2))
+    resumed = iterations(fork_pretrain(flags, folder, ranks=2))
     # Megatron's line of the second iteration after a start averages over both.
     assert resumed[3] == iterations(trained)[3]
     states = [tensors(folder / name / "iter_0000004") for name in ("whole", "resumed")]
@@ -142,7 +171,7 @@ def test_a_fresh_process_resumes_the_distributed_optimizer_exactly(folder, train
 
 def test_a_checkpoint_of_two_expert_parallel_ranks_loads_into_one(folder, trained):
     flags = training(only_iteration_2(folder, "one"), "", "1", more="--no-load-optim")
-    one = iterations(run("pretrain_trace.py", flags, folder))
+    one = iterations(fork_pretrain(flags, folder))
     # The optimizer starts anew, so that only the forward pass of iteration 3 is the same.
     expected = iterations(trained)[3]
     assert one[3]["log-prob gap"] == pytest.approx(expected["log-prob gap"], rel=1e-4)
