@@ -1,0 +1,223 @@
+"""The block that `bench_step.py` trains: weights, samples, hints in files, models of the cases."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_trace.config import DEFAULT_HINT_SITES, HINT_SITES, TraceConfig
+from megatron_trace.hints.files import HintFiles
+from megatron_trace.hints.files_writer import HintFilesWriter
+from megatron_trace.hints.store import HintStore
+from megatron_trace.hints.types import RolloutSample
+from megatron_trace.models.architecture import Architecture
+from megatron_trace.models.expert_names import local_name
+from megatron_trace.models.local_config import architecture_config
+from megatron_trace.rl.optimizer import OptimizerSettings, build_optimizer
+from megatron_trace.testing.recorded_samples import calibrate, random_samples, record
+from megatron_trace.testing.tiny_trainer import RecordedRollout
+from megatron_trace.training.model import build_trainer_model
+from megatron_trace.training.sites import TraceSites
+
+ALL_SITES = "+".join(HINT_SITES)
+DEFAULT_SITES = "+".join(DEFAULT_HINT_SITES)
+# Weights change in each round, but stay so near to the rollout's that the guard accepts its hints.
+LEARNING_RATE = 1e-6
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is trained in which way.
+
+    Attributes:
+        method: Method of TRACE.
+        experts: The trainer's routed experts.
+        sites: Guided sites, joined by `+`.
+        layers: Guided decoder layers.
+    """
+
+    method: Any
+    experts: Any
+    sites: str = ALL_SITES
+    layers: str = "all"
+
+    @property
+    def name(self) -> str:
+        """What tables call it."""
+        layers = "" if self.layers == "all" else f", {self.layers}"
+        guided = f" ({self.sites.replace('+', ', ')}{layers})" if self.method == "trace" else ""
+        return f"{self.method}{guided}, {self.experts}"
+
+    @property
+    def text(self) -> str:
+        """What `--cases` calls it, without defaults."""
+        parts = [self.method, self.experts, self.sites, self.layers]
+        while len(parts) > 2 and parts[-1] in (ALL_SITES, "all"):
+            parts.pop()
+        return ":".join(parts)
+
+    @property
+    def trace(self) -> TraceConfig:
+        """Its configuration."""
+        fields: dict[str, Any] = {"method": self.method, "experts": self.experts}
+        if self.method == "trace":
+            fields |= {"hint_sites": tuple(self.sites.split("+")), "hint_layers": self.layers}
+        return TraceConfig(**fields)
+
+
+@dataclass
+class Trainer:
+    """One case's model, and where its micro-batches come from.
+
+    Attributes:
+        case: The case.
+        model: The model.
+        sites: Its `TraceSites`.
+        files: Where its hints are.
+        first: Milliseconds of each round's first micro-batch.
+        later: Of all others.
+        host: Milliseconds in which the host handed over each of these.
+        peak_bytes: Most bytes on the device beyond those before the micro-batch.
+    """
+
+    case: Case
+    model: Any
+    sites: TraceSites
+    files: HintFiles
+    first: list[float] = field(default_factory=list)
+    later: list[float] = field(default_factory=list)
+    host: list[float] = field(default_factory=list)
+    peak_bytes: int = 0
+
+
+class Block:
+    """One block of a published model: its samples, their hints in files, and its weights.
+
+    Args:
+        options: The options.
+        architecture: Sizes.
+        folder: Gets the hint files.
+    """
+
+    def __init__(
+        self, options: argparse.Namespace, architecture: Architecture, folder: Path
+    ) -> None:
+        self.options, self.architecture, self.folder = options, architecture, folder
+        recorder, sites = self.build(Case("qat", "local"))
+        lengths = [(options.length // 2, options.length // 2 + 1)] * options.samples
+        samples = random_samples(lengths, sites.shape, vocab_size=architecture.vocab_size)
+        calibrate(recorder, sites, samples[:1])
+        self.settings, store = sites.settings, HintStore()
+        places = list(sites.shape.places)
+        per_record = max(options.tokens) // options.length
+        self.samples: list[RolloutSample] = []
+        for first in range(0, len(samples), per_record):
+            part = samples[first : first + per_record]
+            self.samples += record(recorder, sites, part, store, places=places)
+        self.store_seconds, self.hint_bytes = self._write(store)
+        self.ddp, self.optimizer = build_optimizer(
+            recorder, OptimizerSettings(learning_rate=LEARNING_RATE)
+        )
+        self.parameters = {local_name(name): p for name, p in recorder.named_parameters()}
+        self.trainers: list[Trainer] = []
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all samples that are forwarded."""
+        return sum(sample.num_rows for sample in self.samples)
+
+    def build(self, case: Case) -> tuple[Any, TraceSites]:
+        """Builds the trainer model of a case."""
+        options, architecture = self.options, self.architecture
+        fields: dict[str, Any] = {
+            "num_layers": len(options.pattern),
+            "moe_router_load_balancing_type": "none",
+            "moe_aux_loss_coeff": 0.0,
+            "use_cpu_initialization": not torch.cuda.is_available(),
+            "gradient_accumulation_fusion": case.experts != "local",
+        }
+        torch.manual_seed(0)
+        model, sites = build_trainer_model(
+            architecture_config(architecture, **fields),
+            pattern=options.pattern,
+            vocab_size=architecture.vocab_size,
+            max_sequence_length=options.length + 1,
+            trace=case.trace,
+            rotary_base=architecture.rope_base,
+            rotary_percent=architecture.rope_share,
+        )
+        return model, sites
+
+    def _write(self, store: HintStore) -> tuple[float, int]:
+        """Writes the hints to files; gives the seconds and the bytes."""
+        rollout = RecordedRollout(store, self.samples, self.settings)
+        started = time.perf_counter()
+        with HintFilesWriter(self.folder) as files:
+            rollout.put_records(files)
+            files.commit(self.samples)
+            return time.perf_counter() - started, files.num_bytes
+
+    def trainer(self, case: Case) -> tuple[Any, TraceSites]:
+        """Gives a model of a case with the shared weights and gradients."""
+        model, sites = self.build(case)
+        if sites.quantises:
+            sites.settings = self.settings
+        for name, parameter in model.named_parameters():
+            shared: Any = self.parameters[local_name(name)]
+            own: Any = parameter
+            own.data, own.main_grad = shared.data, shared.main_grad
+            own.register_post_accumulate_grad_hook(_add_to_main_grad)
+        return model, sites
+
+    def optimizer_step(self) -> float:
+        """Steps and gives the milliseconds; gradients are zero afterwards."""
+        timer = Timer(next(iter(self.parameters.values())).device)
+        with timer:
+            self.optimizer.step()
+        self.ddp.zero_grad_buffer()
+        return timer.milliseconds
+
+
+def _add_to_main_grad(parameter: Any) -> None:
+    """Does what Megatron's DDP does."""
+    if not parameter.grad_added_to_main_grad:
+        parameter.main_grad.add_(parameter.grad)
+    parameter.grad = None
+
+
+class Timer:
+    """Milliseconds of what runs inside, on the device's own clock.
+
+    Attributes:
+        host_milliseconds: Until the host had handed over all of it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._started = self.host_milliseconds = 0.0
+        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2 * self._on_gpu)]
+
+    def __enter__(self) -> None:
+        """Begins."""
+        if self._on_gpu:
+            self._events[0].record()
+        self._started = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        """Ends."""
+        self.host_milliseconds = (time.perf_counter() - self._started) * 1e3
+        if self._on_gpu:
+            self._events[1].record()
+
+    @property
+    def milliseconds(self) -> float:
+        """Time between begin and end; waits for the end."""
+        if not self._on_gpu:
+            return self.host_milliseconds
+        self._events[1].synchronize()
+        return self._events[0].elapsed_time(self._events[1])
