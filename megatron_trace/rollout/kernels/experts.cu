@@ -6,15 +6,13 @@
 //
 // Three kernels, none of which needs the host:
 // * `prepare`: one block sorts the slots by expert and cuts the slots of an expert into groups of
-//   at most 16; the others quantise the tokens.
-// * `multiply`: persistent. Eight warps are a team, which goes from item to item. An item of fc1 is
-//   16 gate rows and 16 up rows times a group of slots, all of H; SwiGLU, which it ends with, gives
-//   one block of 16 values of fc2's input, quantised at once. An item of fc2 is 32 rows times a
-//   group, all of F; it waits until the group's items of fc1 are done. A warp has a slice of 256
-//   columns: the team reads whole rows at a time, each warp through its own ring in shared memory,
-//   and a warp keeps its slice of the tokens in registers while the group stays. Where rows have
-//   fewer than eight slices, an item has as many more rows. The warps' sums meet in shared memory,
-//   where those whose turn it is add them up, one item behind.
+//   at most 32; the others quantise the tokens.
+// * `multiply`: persistent. An item of fc1 is 16 gate rows and 16 up rows times a group of slots,
+//   all of H; SwiGLU, which it ends with, gives one block of 16 values of fc2's input, quantised at
+//   once. An item of fc2 is 32 rows times a group, all of F; it waits until the group's items of
+//   fc1 are done, which are handed out long before. A warp has its own items and its own ring in
+//   shared memory, which is filled ahead over the ends of items; warps never wait for one another
+//   but for these counts.
 // * `combine`: adds up the slots of a token in their order, weighted by probability.
 //
 // Weight rows are the rows of an MMA and tokens its columns. Thread t of 4 holds 64 neighbouring
@@ -28,24 +26,8 @@
 
 #include "fp4.cuh"
 
-// Teams of a block, and stages of a warp's ring.
-#ifndef EXPERT_TEAMS
-#define EXPERT_TEAMS 2
-#endif
-#ifndef EXPERT_STAGES
-#define EXPERT_STAGES 2
-#endif
-#ifndef EXPERT_EIGHTS
-#define EXPERT_EIGHTS 2
-#endif
-#ifndef EXPERT_SLOTS
-#define EXPERT_SLOTS 2
-#endif
-#ifndef EXPERT_ROLLED
-#define EXPERT_ROLLED 0
-#endif
-#ifndef EXPERT_ROUND
-#define EXPERT_ROUND 8
+#ifndef EXPERT_WARPS
+#define EXPERT_WARPS 12
 #endif
 // Bytes that the L2 cache fetches at a copy's first miss: 0 (what is asked for), 128 or 256.
 #ifndef EXPERT_FETCH
@@ -58,25 +40,16 @@
 
 namespace {
 
-constexpr int TEAM = 8;  // warps
-constexpr int TEAMS = EXPERT_TEAMS;
-constexpr int WARPS = TEAM * TEAMS;
+constexpr int WARPS = EXPERT_WARPS;
 constexpr int THREADS = WARPS * 32;
-constexpr int MAX_NT = EXPERT_EIGHTS;          // eights of slots
-constexpr int GROUP_SLOTS = 8 * MAX_NT;
+constexpr int GROUP_SLOTS = 32;
 constexpr int MAX_EXPERTS = 1024;
-constexpr int CHUNK = 256;                     // columns of a slice
-constexpr int WORDS = CHUNK / 32;              // of a thread and row
-constexpr int ROWS = 32;                       // of a warp: two runs of 16
-constexpr int STAGES = EXPERT_STAGES;
+constexpr int CHUNK = 256;                    // columns of a stage
+constexpr int ROWS = 32;                      // of an item: two runs of 16
+constexpr int STAGES = 3;                     // of codes; two chunks are under way
 constexpr int CODE_BYTES = ROWS * CHUNK / 2;
-constexpr int SCALE_BYTES = ROWS * CHUNK / 16;
-constexpr int STAGE_BYTES = CODE_BYTES + SCALE_BYTES + 16;  // and what it holds
-constexpr int SUM_BYTES = 2 * MAX_NT * 512;
-constexpr int SLOTS = EXPERT_SLOTS;            // for sums of a team
-constexpr int SHARED_BYTES =
-    WARPS * STAGES * STAGE_BYTES + TEAMS * SLOTS * (TEAM * SUM_BYTES + 16);
-constexpr int ROUND = EXPERT_ROUND;            // items of a team in a row
+constexpr int SCALE_BYTES = ROWS * 2 * CHUNK / 16;  // of two chunks: whole sectors
+constexpr int RING_BYTES = STAGES * CODE_BYTES + 2 * SCALE_BYTES;
 constexpr int PREPARE_THREADS = 1024;
 constexpr int COMBINE_THREADS = 256;
 
@@ -252,7 +225,6 @@ __device__ void quantise_block(const Arguments& a, int64_t block) {
 
 __global__ void __launch_bounds__(PREPARE_THREADS)
     prepare_kernel(const __grid_constant__ Arguments a) {
-    wait_for_previous();
     let_next_start();
     if (blockIdx.x == 0) {
         sort_slots(a);
@@ -262,51 +234,146 @@ __global__ void __launch_bounds__(PREPARE_THREADS)
     if (block < static_cast<int64_t>(a.num_tokens) * (a.hidden / 16)) quantise_block(a, block);
 }
 
-enum Part : int { FC1, FC2, NONE };
+enum class Part { FC1, FC2, NONE };
 
-// The items of a team, one after another: runs of UNIT neighbours, which share a group, in rounds
-// over all teams, and at last an even share of what is left. First fc1, then fc2, whose last share
-// goes to the teams in reverse.
-struct Walk {
-    int team, num_teams;
-    int num_items1, num_items2, of_group1, of_group2;
-    int part = FC1, round = 0, left = 0, group = 0, item = 0;
+// What a warp does, step by step: items of fc1, then those of fc2. Full rounds of all warps give
+// neighbouring items to the warps of a block, which then read the same tokens; the last rounds
+// spread over the blocks. Warps that get none of fc1's last round take as much of fc2.
+struct Schedule {
+    int near, spread, num_warps, num_items1, num_items2, ratio;
 
-    __device__ __forceinline__ int of_group() const {
-        return part == FC1 ? of_group1 : of_group2;
-    }
-
-    __device__ __forceinline__ void open() {
-        for (; part != NONE; ++part, round = 0) {
-            int total = part == FC1 ? num_items1 : num_items2, of_round = num_teams * ROUND;
-            int full = total / of_round;
-            for (; round <= full; ++round) {
-                int who = part == FC1 ? team : num_teams - 1 - team;
-                int start = (round * num_teams + who) * ROUND;
-                left = ROUND;
-                if (round == full) {
-                    int rest = total - full * of_round;
-                    start = full * of_round + rest * who / num_teams;
-                    left = full * of_round + rest * (who + 1) / num_teams - start;
-                }
-                if (left > 0) {
-                    ++round;
-                    group = start / of_group();
-                    item = start % of_group();
-                    return;
-                }
+    __device__ __forceinline__ Part item(int step, int& index) const {
+        int full = num_items1 / num_warps, rest = num_items1 % num_warps;
+        if (step < full) {
+            index = step * num_warps + near;
+            return Part::FC1;
+        }
+        step -= full;
+        int first = 0;
+        if (rest > 0) {
+            if (spread < rest) {
+                index = full * num_warps + spread;
+                if (step == 0) return Part::FC1;
+                step -= 1;
+            } else {
+                index = step * (num_warps - rest) + spread - rest;
+                if (step < ratio) return index < num_items2 ? Part::FC2 : Part::NONE;
+                step -= ratio;
             }
+            first = ratio * (num_warps - rest);
         }
+        int left = max(0, num_items2 - first);
+        index = first + step * num_warps + (step < left / num_warps ? near : spread);
+        return step <= left / num_warps && index < num_items2 ? Part::FC2 : Part::NONE;
+    }
+};
+
+__device__ __forceinline__ void copy_16(uint32_t to, const uint8_t* from) {
+#if EXPERT_FETCH == 256
+    asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16;" ::"r"(to), "l"(from)
+                 : "memory");
+#elif EXPERT_FETCH == 128
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from)
+                 : "memory");
+#else
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+#endif
+}
+
+__device__ __forceinline__ void end_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Until all copies but those since the last `end_copies` but one are there.
+__device__ __forceinline__ void await_copies() {
+    asm volatile("cp.async.wait_group 1;" ::: "memory");
+}
+
+// Fills a warp's ring, chunk by chunk, item by item.
+struct Loader {
+    Schedule schedule;
+    uint32_t ring;
+    int lane, step = 0, stage = 0, scale_stage = 1;
+    // The item that is being filled in.
+    Part part = Part::NONE;
+    int chunk = 0, num_chunks = 0, row = 0, row_bytes = 0;
+    int group = 0, expert = 0, num_slots = 0;
+    int slots[GROUP_SLOTS / 8];  // of token lane / 4 of each eight; -1: none
+    const uint8_t* codes = nullptr;
+    const uint8_t* scales = nullptr;
+    int run_rows = 0;
+    // The item after it.
+    Part next_part = Part::NONE;
+    int next_group = 0, next_row = 0;
+    int4 next_info;
+
+    __device__ __forceinline__ void look_ahead(const Arguments& a) {
+        int index;
+        next_part = schedule.item(step++, index);
+        if (next_part == Part::NONE) return;
+        int each = next_part == Part::FC1 ? a.width / 16 : a.hidden / ROWS;
+        next_group = index / each;
+        next_row = index % each * (next_part == Part::FC1 ? 16 : ROWS);
+        next_info = a.groups[next_group];
     }
 
-    __device__ __forceinline__ void next() {
-        if (--left == 0) {
-            open();
-        } else if (++item == of_group()) {
-            item = 0;
-            ++group;
+    __device__ __forceinline__ void advance(const Arguments& a) {
+        part = next_part;
+        chunk = 0;
+        if (part == Part::NONE) {
+            num_chunks = 0;
+            return;
         }
+        group = next_group;
+        row = next_row;
+        expert = next_info.x;
+        num_slots = next_info.z;
+#pragma unroll
+        for (int n = 0; n < GROUP_SLOTS / 8; ++n) {
+            int place = n * 8 + lane / 4;
+            slots[n] = place < num_slots ? a.order[next_info.y + place] : -1;
+        }
+        bool first = part == Part::FC1;
+        int columns = first ? a.hidden : a.width;
+        int64_t at = static_cast<int64_t>(expert) * (first ? 2 * a.width : a.hidden) + row;
+        run_rows = first ? a.width : 16;
+        row_bytes = columns / 2;
+        num_chunks = columns / CHUNK;
+        codes = (first ? a.codes1 : a.codes2) + (at + lane / 8) * row_bytes + lane % 8 * 16;
+        scales = (first ? a.scales1 : a.scales2) + (at + lane / 2) * (row_bytes / 8) +
+                 lane % 2 * 16;
+        look_ahead(a);
     }
+
+    __device__ __forceinline__ void load(const Arguments& a) {
+        if (chunk == num_chunks) advance(a);
+        if (part != Part::NONE) {
+            uint32_t to = ring + stage * CODE_BYTES + lane / 8 * 128 +
+                          ((lane % 8) ^ (lane / 8 % 2)) * 16;
+            const uint8_t* from = codes + chunk * (CHUNK / 2);
+            const uint8_t* second = from + run_rows * row_bytes;
+#pragma unroll
+            for (int i = 0; i < 4; ++i) copy_16(to + i * 512, from + i * 4 * row_bytes);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) copy_16(to + 2048 + i * 512, second + i * 4 * row_bytes);
+            stage = stage == STAGES - 1 ? 0 : stage + 1;
+            if (chunk % 2 == 0) {
+                scale_stage ^= 1;
+                uint32_t at = ring + STAGES * CODE_BYTES + scale_stage * SCALE_BYTES +
+                              lane / 2 * 32 + ((lane % 2) ^ (lane / 8 % 2)) * 16;
+                const uint8_t* first = scales + chunk * (CHUNK / 16);
+                copy_16(at, first);
+                copy_16(at + 512, first + run_rows * (row_bytes / 8));
+            }
+            ++chunk;
+        }
+        end_copies();
+    }
+};
+
+// The item that a warp multiplies.
+struct Item {
+    Part part;
+    int num_chunks, row, group, expert, num_slots;
+    int slots[GROUP_SLOTS / 8];
 };
 
 __device__ __forceinline__ uint4 load_16(uint32_t from) {
@@ -323,173 +390,126 @@ __device__ __forceinline__ uint32_t load_4(uint32_t from) {
     return r;
 }
 
-__device__ __forceinline__ void store_16(uint32_t to, uint4 four) {
-    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(four.x), "r"(four.y),
-                 "r"(four.z), "r"(four.w)
-                 : "memory");
-}
-
-__device__ __forceinline__ void copy_16(uint32_t to, const uint8_t* from) {
-#if EXPERT_FETCH == 256
-    asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16;" ::"r"(to), "l"(from)
-                 : "memory");
-#elif EXPERT_FETCH == 128
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from)
-                 : "memory");
-#else
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
-#endif
-}
-
-// Through the L1 cache: the other half of a sector is for another warp of the team.
-__device__ __forceinline__ void copy_half_sector(uint32_t to, const uint8_t* from) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
-}
-
-__device__ __forceinline__ void end_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-
-// Until the oldest stage is there.
-__device__ __forceinline__ void await_copies() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 1) : "memory");
-}
-
-// Which part of an item a warp has: a slice of the columns of a block of rows.
-struct Share {
-    int slices, slice, row_block, row_blocks;
-
-    // There are 1, 2, 4 or 8 slices.
-    __device__ __forceinline__ Share(int columns, int warp) : slices(columns / CHUNK) {
-        int shift = __ffs(slices) - 1;
-        slice = warp & (slices - 1);
-        row_block = warp >> shift;
-        row_blocks = TEAM >> shift;
-    }
-
-    // Whether the warp adds up its row block in this item.
-    __device__ __forceinline__ bool adds_up(int number) const {
-        return (number & (slices - 1)) == slice;
-    }
-};
-
-// What a stage holds, as 16 bytes say it.
-struct Content {
-    uint4 words;
-
-    __device__ __forceinline__ explicit Content(uint32_t stage)
-        : words(load_16(stage + CODE_BYTES + SCALE_BYTES)) {}
-    __device__ __forceinline__ int part() const { return words.x & 3; }
-    __device__ __forceinline__ int num_slots() const { return words.x >> 2 & 63; }
-    __device__ __forceinline__ int expert() const { return words.x >> 8; }
-    __device__ __forceinline__ int group() const { return words.y; }
-    __device__ __forceinline__ int row() const { return words.z; }
-    __device__ __forceinline__ int first_slot() const { return words.w; }
-};
-
-// Fills a warp's ring with its parts of the team's items.
-struct Loader {
-    Walk walk;
-    uint32_t ring;
-    int warp, lane;
-    int group = -1;
-    int4 slots = make_int4(0, 0, 0, 0);  // of the group
-
-    // Fills a stage; says in it what it holds: see `Content`.
-    __device__ __forceinline__ void load(const Arguments& a, int stage) {
-        uint32_t to = ring + stage * STAGE_BYTES;
-        int row = 0;
-        if (walk.part != NONE) {
-            bool first = walk.part == FC1;
-            int columns = first ? a.hidden : a.width, row_bytes = columns / 2;
-            Share share(columns, warp);
-            row = (walk.item * share.row_blocks + share.row_block) * (first ? 16 : ROWS);
-            if (group != walk.group) {
-                group = walk.group;
-                slots = a.groups[group];
-            }
-            int64_t at = static_cast<int64_t>(slots.x) * (first ? 2 * a.width : a.hidden) + row;
-            int run_rows = first ? a.width : 16;
-            const uint8_t* from = (first ? a.codes1 : a.codes2) + (at + lane / 8) * row_bytes +
-                                  share.slice * (CHUNK / 2) + lane % 8 * 16;
-            const uint8_t* second = from + run_rows * row_bytes;
-            uint32_t place = to + lane / 8 * 128 + ((lane % 8) ^ (lane / 8 % 2)) * 16;
-#pragma unroll
-            for (int i = 0; i < 4; ++i) copy_16(place + i * 512, from + i * 4 * row_bytes);
-#pragma unroll
-            for (int i = 0; i < 4; ++i)
-                copy_16(place + 2048 + i * 512, second + i * 4 * row_bytes);
-            int64_t scale_row = at + lane % 16 + (lane < 16 ? 0 : run_rows);
-            copy_half_sector(to + CODE_BYTES + lane * 16,
-                             (first ? a.scales1 : a.scales2) + scale_row * (row_bytes / 8) +
-                                 share.slice * (CHUNK / 16));
-        }
-        if (lane == 0)
-            store_16(to + CODE_BYTES + SCALE_BYTES,
-                     make_uint4(walk.part | slots.z << 2 | slots.x << 8, walk.group, row, slots.y));
-        if (walk.part != NONE) walk.next();
-        end_copies();
-    }
-};
-
 __device__ __forceinline__ uint32_t word_of(const uint4& four, int i) {
     return i == 0 ? four.x : i == 1 ? four.y : i == 2 ? four.z : four.w;
 }
 
-// sums = eight rows of both runs of a stage times a warp's slice of the tokens, in units of 2^-28.
+// Where the operands of a lane's tokens are.
+template <int NT>
+struct Tokens {
+    const uint4* base;
+    uint32_t offsets[NT];  // in 16 bytes
+    bool valid[NT];
+
+    // Zeros where there is no token, or unless `wanted`.
+    __device__ __forceinline__ uint4 load(int n, int chunk, int word, bool wanted = true) const {
+        uint4 r = make_uint4(0, 0, 0, 0);
+#if EXPERT_CEILING != 2
+        asm volatile(
+            "{\n.reg .pred wanted;\nsetp.ne.b32 wanted, %5, 0;\n"
+            "@wanted ld.global.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
+            : "+r"(r.x), "+r"(r.y), "+r"(r.z), "+r"(r.w)
+            : "l"(base + offsets[n] + chunk * (CHUNK / 8) + word * 4),
+              "r"(static_cast<int>(valid[n] && wanted)));
+#endif
+        return r;
+    }
+};
+
+// sums += weights of an item times its tokens. Sums are in units of 2^-28.
 template <int NT>
 __device__ __forceinline__ void multiply(
-    uint32_t stage, int m, int lane, const uint4 (&tokens)[WORDS][NT], float (&sums)[NT][4]) {
-    int g = lane / 4, t = lane % 4;
-    uint32_t codes = stage + (m * 8 + g) * 128, scales = stage + CODE_BYTES + m * 128 + lane * 4;
+    const Arguments& a, const Item& item, const Tokens<NT>& tokens, Loader& loader, int& stage,
+    int& scale_stage, float (&sums)[2][NT][4]) {
+    // Operands of the next chunk take the place of those just used, where registers allow.
+    constexpr bool AHEAD = NT <= 2;
+    constexpr int WORDS = CHUNK / 32;
+    int lane = loader.lane, g = lane / 4, t = lane % 4;
+    uint4 operands[AHEAD ? WORDS : 1][NT];
+    if constexpr (AHEAD) {
 #pragma unroll
-    for (int n = 0; n < NT; ++n) {
+        for (int word = 0; word < WORDS; ++word) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) sums[n][i] = 0.0f;
-    }
-    uint32_t bytes[2] = {load_4(scales), load_4(scales + 256)};
-#pragma unroll
-    for (int unit = 0; unit < 2; ++unit) {
-        uint4 words[2];
-        uint32_t pair[2];
-#pragma unroll
-        for (int run = 0; run < 2; ++run) {
-            words[run] = load_16(codes + run * 2048 + ((2 * t + unit) ^ (g % 2)) * 16);
-            pair[run] = scales_of(bytes[run] >> (16 * unit));
+            for (int n = 0; n < NT; ++n) operands[word][n] = tokens.load(n, 0, word);
         }
+    }
+#pragma unroll 1
+    for (int chunk = 0; chunk < item.num_chunks; ++chunk) {
+        await_copies();
+        __syncwarp();
+        loader.load(a);
+        uint32_t codes = loader.ring + stage * CODE_BYTES + g * 128;
+        stage = stage == STAGES - 1 ? 0 : stage + 1;
+        if (chunk % 2 == 0) scale_stage ^= 1;
+        uint32_t scales = loader.ring + STAGES * CODE_BYTES + scale_stage * SCALE_BYTES + g * 32 +
+                          ((chunk % 2) ^ (g / 4)) * 16 + t * 4;
+        uint32_t bytes[2][2];
+#pragma unroll
+        for (int m = 0; m < 2; ++m) {
+#pragma unroll
+            for (int run = 0; run < 2; ++run)
+                bytes[m][run] = load_4(scales + (run * 16 + m * 8) * 32);
+        }
+#pragma unroll
+        for (int unit = 0; unit < 2; ++unit) {
+            uint4 words[2][2];
+            uint32_t pair[2][2];
+#pragma unroll
+            for (int m = 0; m < 2; ++m) {
+#pragma unroll
+                for (int run = 0; run < 2; ++run) {
+                    words[m][run] = load_16(codes + (run * 16 + m * 8) * 128 +
+                                            ((2 * t + unit) ^ (g % 2)) * 16);
+                    pair[m][run] = scales_of(bytes[m][run] >> (16 * unit));
+                }
+            }
 #if EXPERT_CEILING == 1
-        uint4 p = words[0], q = words[1];
-        sums[0][unit] = __uint_as_float(p.x ^ p.y ^ p.z ^ p.w ^ pair[0]);
-        sums[0][2 + unit] = __uint_as_float(q.x ^ q.y ^ q.z ^ q.w ^ pair[1]);
+#pragma unroll
+            for (int m = 0; m < 2; ++m) {
+                uint4 p = words[m][0], q = words[m][1];
+                sums[m][0][unit] += __uint_as_float(p.x ^ p.y ^ p.z ^ p.w ^ pair[m][0]);
+                sums[m][0][2 + unit] += __uint_as_float(q.x ^ q.y ^ q.z ^ q.w ^ pair[m][1]);
+            }
 #else
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            uint32_t pairs[2][4];
+            for (int i = 0; i < 4; ++i) {
+                constexpr int ZERO = 0;
+                int word = unit * 4 + i;
+                uint4 current[NT];
 #pragma unroll
-            for (int run = 0; run < 2; ++run) {
-                uint32_t twice = i < 2 ? low_twice(pair[run]) : high_twice(pair[run]);
-                decode(word_of(words[run], i), pairs[run]);
+                for (int n = 0; n < NT; ++n) {
+                    current[n] = AHEAD ? operands[AHEAD ? word : ZERO][n]
+                                       : tokens.load(n, chunk, word);
+                }
 #pragma unroll
-                for (int j = 0; j < 4; ++j) pairs[run][j] = times(pairs[run][j], twice);
+                for (int m = 0; m < 2; ++m) {
+                    uint32_t pairs[2][4];
+#pragma unroll
+                    for (int run = 0; run < 2; ++run) {
+                        uint32_t twice =
+                            i < 2 ? low_twice(pair[m][run]) : high_twice(pair[m][run]);
+                        decode(word_of(words[m][run], i), pairs[run]);
+#pragma unroll
+                        for (int j = 0; j < 4; ++j) pairs[run][j] = times(pairs[run][j], twice);
+                    }
+#pragma unroll
+                    for (int n = 0; n < NT; ++n) {
+                        multiply_add(sums[m][n], pairs[0][0], pairs[1][0], pairs[0][1],
+                                     pairs[1][1], current[n].x, current[n].y);
+                        multiply_add(sums[m][n], pairs[0][2], pairs[1][2], pairs[0][3],
+                                     pairs[1][3], current[n].z, current[n].w);
+                    }
+                }
+                if constexpr (AHEAD) {
+#pragma unroll
+                    for (int n = 0; n < NT; ++n) {
+                        operands[word][n] =
+                            tokens.load(n, chunk + 1, word, chunk + 1 < item.num_chunks);
+                    }
+                }
             }
-#pragma unroll
-            for (int n = 0; n < NT; ++n) {
-                const uint4& token = tokens[unit * 4 + i][n];
-                multiply_add(sums[n], pairs[0][0], pairs[1][0], pairs[0][1], pairs[1][1], token.x,
-                             token.y);
-                multiply_add(sums[n], pairs[0][2], pairs[1][2], pairs[0][3], pairs[1][3], token.z,
-                             token.w);
-            }
-        }
 #endif
-    }
-}
-
-template <int NT>
-__device__ __forceinline__ void store_sums(uint32_t to, const float (&sums)[NT][4]) {
-#pragma unroll
-    for (int n = 0; n < NT; ++n) {
-        store_16(to + n * 512,
-                 make_uint4(__float_as_uint(sums[n][0]), __float_as_uint(sums[n][1]),
-                            __float_as_uint(sums[n][2]), __float_as_uint(sums[n][3])));
+        }
     }
 }
 
@@ -497,19 +517,12 @@ __device__ __forceinline__ float rounded(float x) {
     return __bfloat162float(__float2bfloat16_rn(x));
 }
 
-// Neighbouring items of a group.
-template <int NT>
-struct Run {
-    int group, expert;
-    int slots[NT];  // of token lane / 4 of each eight; -1: none
-};
-
 // SwiGLU of 16 neighbouring values of fc2's input, quantised and recorded.
 template <int NT>
 __device__ __forceinline__ void finish_fc1(
-    const Arguments& a, const Run<NT>& run, int row, int lane, float (&sums)[2][NT][4]) {
+    const Arguments& a, const Item& item, int lane, float (&sums)[2][NT][4]) {
     int g = lane / 4, t = lane % 4;
-    float factor = *a.input_global1 * a.globals1[run.expert] * (UNIT * UNIT);
+    float factor = *a.input_global1 * a.globals1[item.expert] * (UNIT * UNIT);
     float global = *a.input_global2;
 #pragma unroll
     for (int n = 0; n < NT; ++n) {
@@ -518,7 +531,7 @@ __device__ __forceinline__ void finish_fc1(
         float values[2][2];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            slots[i] = __shfl_sync(~0u, run.slots[n], (2 * t + i) * 4);
+            slots[i] = __shfl_sync(~0u, item.slots[n], (2 * t + i) * 4);
             float amax = 0.0f;
 #pragma unroll
             for (int m = 0; m < 2; ++m) {
@@ -550,16 +563,16 @@ __device__ __forceinline__ void finish_fc1(
             uint32_t pair = which ? operand_pair(other, codes[m][1], bytes[1])
                                   : operand_pair(codes[m][0], other, bytes[0]);
             if (slot >= 0) {
-                auto* operands = reinterpret_cast<uint8_t*>(a.operands2 +
-                                                            static_cast<int64_t>(slot) * a.width);
-                *reinterpret_cast<uint32_t*>(operands + operand_offset(row + 8 * m) + g % 4 * 4) =
+                auto* row = reinterpret_cast<uint8_t*>(a.operands2 +
+                                                       static_cast<int64_t>(slot) * a.width);
+                *reinterpret_cast<uint32_t*>(row + operand_offset(item.row + 8 * m) + g % 4 * 4) =
                     pair;
             }
         }
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             if (slots[i] < 0) continue;
-            int64_t at = static_cast<int64_t>(slots[i]) * a.width + row;
+            int64_t at = static_cast<int64_t>(slots[i]) * a.width + item.row;
             if (g < 2)
                 *reinterpret_cast<uint32_t*>(a.input_codes2 + at / 2 + 4 * g) =
                     g ? words[1][i] : words[0][i];
@@ -573,31 +586,31 @@ __device__ __forceinline__ void finish_fc1(
     __threadfence();
     __syncwarp();
     if (lane == 0) {
-        atomicAdd(a.counts + 2 + run.group, 1);
+        atomicAdd(a.counts + 2 + item.group, 1);
         atomicAdd(a.counts + 1, 1);
     }
 }
 
 template <int NT>
 __device__ __forceinline__ void finish_fc2(
-    const Arguments& a, const Run<NT>& run, int row, int lane, float (&sums)[2][NT][4]) {
+    const Arguments& a, const Item& item, int lane, float (&sums)[2][NT][4]) {
     int g = lane / 4, t = lane % 4, which = g % 2;
-    float factor = *a.input_global2 * a.globals2[run.expert] * (UNIT * UNIT);
+    float factor = *a.input_global2 * a.globals2[item.expert] * (UNIT * UNIT);
 #pragma unroll
     for (int n = 0; n < NT; ++n) {
         // Of two neighbouring rows, the even lane stores the first token, the odd one the second.
-        int slot = __shfl_sync(~0u, run.slots[n], (2 * t + which) * 4);
+        int slot = __shfl_sync(~0u, item.slots[n], (2 * t + which) * 4);
 #pragma unroll
         for (int m = 0; m < 2; ++m) {
 #pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                float first = sums[m][n][2 * half] * factor;
-                float second = sums[m][n][2 * half + 1] * factor;
+            for (int run = 0; run < 2; ++run) {
+                float first = sums[m][n][2 * run] * factor;
+                float second = sums[m][n][2 * run + 1] * factor;
                 float other = __shfl_xor_sync(~0u, which ? first : second, 4);
                 __nv_bfloat162 pair = which ? __floats2bfloat162_rn(other, second)
                                             : __floats2bfloat162_rn(first, other);
                 if (slot >= 0) {
-                    int64_t at = static_cast<int64_t>(slot) * a.hidden + row + half * 16 +
+                    int64_t at = static_cast<int64_t>(slot) * a.hidden + item.row + run * 16 +
                                  m * 8 + g - which;
                     *reinterpret_cast<__nv_bfloat162*>(a.products + at) = pair;
                 }
@@ -606,11 +619,11 @@ __device__ __forceinline__ void finish_fc2(
     }
 }
 
-// Until fc1 is done for a group.
+// Until fc1 is done for the slots of an item.
 __device__ __forceinline__ void await_fc1(
-    const Arguments& a, int group, int lane, bool& all_done) {
+    const Arguments& a, const Item& item, int lane, int num_items1, bool& all_done) {
     if (all_done) return;
-    int seen = 0, total = a.counts[0] * (a.width / 16);
+    int seen = 0;
     if (lane == 0) {
         auto count = [](const int* from) {
             int value;
@@ -618,171 +631,70 @@ __device__ __forceinline__ void await_fc1(
             return value;
         };
         seen = count(a.counts + 1);
-        if (seen < total) {
-            while (count(a.counts + 2 + group) < a.width / 16) __nanosleep(40);
+        if (seen < num_items1) {
+            while (count(a.counts + 2 + item.group) < a.width / 16) __nanosleep(40);
         }
     }
-    all_done = __shfl_sync(~0u, seen, 0) >= total;
+    all_done = __shfl_sync(~0u, seen, 0) >= num_items1;
     __syncwarp();
 }
 
-// What a team's warps know of one another, in shared memory: the sums of two items, each warp's
-// part, and barriers: all parts are there; those who add them up have read them.
-struct Team {
-    uint32_t sums, barriers;
-
-    __device__ __forceinline__ uint32_t place(int number, int warp) const {
-        return sums + (number % SLOTS * TEAM + warp) * SUM_BYTES;
-    }
-    __device__ __forceinline__ uint32_t full(int number) const { return barriers + number % SLOTS * 16; }
-    __device__ __forceinline__ uint32_t empty(int number) const { return full(number) + 8; }
-};
-
-__device__ __forceinline__ void barrier_init_of(uint32_t barrier, int count) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count));
-}
-
-__device__ __forceinline__ void arrive(uint32_t barrier) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-
-// Adds up the parts of an item and ends it, in the warps whose turn it is.
-template <int NT>
-__device__ __forceinline__ void finish(
-    const Arguments& a, const Team& team, const Share& share, const Run<NT>& run, int part,
-    int number, int row, int warp, int lane) {
-    if (!share.adds_up(number)) return;
-    barrier_wait(team.full(number), number / SLOTS % 2);
-    float sums[2][NT][4] = {};
-    for (int slice = 0; slice < share.slices; ++slice) {
-        uint32_t from = team.place(number, warp - share.slice + slice) + lane * 16;
-#pragma unroll
-        for (int m = 0; m < 2; ++m) {
-#pragma unroll
-            for (int n = 0; n < NT; ++n) {
-                uint4 four = load_16(from + (m * MAX_NT + n) * 512);
-                sums[m][n][0] += __uint_as_float(four.x);
-                sums[m][n][1] += __uint_as_float(four.y);
-                sums[m][n][2] += __uint_as_float(four.z);
-                sums[m][n][3] += __uint_as_float(four.w);
-            }
-        }
-    }
-    __syncwarp();
-    if (lane == 0) arrive(team.empty(number));
-    if (part == FC1) finish_fc1<NT>(a, run, row, lane, sums);
-    else finish_fc2<NT>(a, run, row, lane, sums);
-}
-
-// Multiplies all neighbouring items of a group. `number` counts the items of the team.
 template <int NT>
 __device__ __forceinline__ void process(
-    const Arguments& a, const Team& team, Loader& loader, Content& content, int& stage,
-    int& number) {
-    int lane = loader.lane, warp = loader.warp, part = content.part();
-    int columns = part == FC1 ? a.hidden : a.width;
-    Share share(columns, warp);
-    Run<NT> run;
-    run.group = content.group();
-    run.expert = content.expert();
-    uint4 tokens[WORDS][NT];
-    const auto* operands = reinterpret_cast<const uint4*>(part == FC1 ? a.operands1 : a.operands2);
+    const Arguments& a, const Item& item, Loader& loader, int& stage, int& scale_stage) {
+    bool first = item.part == Part::FC1;
+    int columns = first ? a.hidden : a.width;
+    int slots_of_token = a.num_slots / a.num_tokens;
+    Tokens<NT> tokens;
+    tokens.base = reinterpret_cast<const uint4*>(first ? a.operands1 : a.operands2);
+    float sums[2][NT][4];
 #pragma unroll
     for (int n = 0; n < NT; ++n) {
-        int place = n * 8 + lane / 4;
-        int slot = place < content.num_slots() ? a.order[content.first_slot() + place] : -1;
-        run.slots[n] = slot;
-        int64_t row = part == FC1 ? slot / (a.num_slots / a.num_tokens) : slot;
-        const uint4* from = operands + row * (columns / 8) + share.slice * (CHUNK / 8) + lane % 4;
+        int slot = item.slots[n];
+        tokens.valid[n] = slot >= 0;
+        int row = first ? slot / slots_of_token : slot;
+        tokens.offsets[n] = static_cast<uint32_t>(row) * (columns / 8) + loader.lane % 4;
 #pragma unroll
-        for (int word = 0; word < WORDS; ++word) {
-            tokens[word][n] = make_uint4(0, 0, 0, 0);
-#if EXPERT_CEILING != 2
-            if (slot >= 0) tokens[word][n] = from[word * 4];
-#endif
+        for (int m = 0; m < 2; ++m) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) sums[m][n][i] = 0.0f;
         }
     }
-    int row = 0;
-    bool pending = false;
-    do {
-        await_copies();
-        __syncwarp();
-        uint32_t from = loader.ring + stage * STAGE_BYTES;
-        uint32_t to = team.place(number, warp) + lane * 16;
-        int row_before = row;
-        row = content.row();
-#if EXPERT_ROLLED
-        barrier_wait(team.empty(number), (number / SLOTS + 1) % 2);
-#pragma unroll 1
-        for (int m = 0; m < 2; ++m) {
-            float sums[NT][4];
-            multiply<NT>(from, m, lane, tokens, sums);
-            store_sums<NT>(to + m * MAX_NT * 512, sums);
-        }
-        __syncwarp();
-        loader.load(a, stage);
-#else
-        float sums[2][NT][4];
-        multiply<NT>(from, 0, lane, tokens, sums[0]);
-        multiply<NT>(from, 1, lane, tokens, sums[1]);
-        __syncwarp();
-        loader.load(a, stage);
-        barrier_wait(team.empty(number), (number / SLOTS + 1) % 2);
-        store_sums<NT>(to, sums[0]);
-        store_sums<NT>(to + MAX_NT * 512, sums[1]);
-#endif
-        stage = stage == STAGES - 1 ? 0 : stage + 1;
-        __syncwarp();
-        if (lane == 0) {
-            arrive(team.full(number));
-            if (!share.adds_up(number)) arrive(team.empty(number));
-        }
-        // One item behind: by now the other warps have their parts ready.
-        if (pending) finish<NT>(a, team, share, run, part, number - 1, row_before, warp, lane);
-        pending = true;
-        ++number;
-        content = Content(loader.ring + stage * STAGE_BYTES);
-    } while (content.part() == part && content.group() == run.group);
-    finish<NT>(a, team, share, run, part, number - 1, row, warp, lane);
+    multiply<NT>(a, item, tokens, loader, stage, scale_stage, sums);
+    if (first) finish_fc1<NT>(a, item, loader.lane, sums);
+    else finish_fc2<NT>(a, item, loader.lane, sums);
 }
 
 __global__ void __launch_bounds__(THREADS, 1) multiply_kernel(const __grid_constant__ Arguments a) {
     extern __shared__ __align__(128) uint8_t shared[];
-    int index = threadIdx.x / 32, team_index = index / TEAM;
+    int warp = threadIdx.x / 32;
     Loader loader;
     loader.lane = threadIdx.x % 32;
-    loader.warp = index % TEAM;
-    loader.ring = shared_address(shared) + index * STAGES * STAGE_BYTES;
-    Team team;
-    team.sums = shared_address(shared) + WARPS * STAGES * STAGE_BYTES +
-                team_index * SLOTS * TEAM * SUM_BYTES;
-    team.barriers = shared_address(shared) + WARPS * STAGES * STAGE_BYTES +
-                    TEAMS * SLOTS * TEAM * SUM_BYTES + team_index * SLOTS * 16;
-    if (threadIdx.x % (TEAM * 32) == 0) {
-        for (int i = 0; i < 2 * SLOTS; ++i) barrier_init_of(team.barriers + 8 * i, TEAM);
-    }
-    __syncthreads();
+    loader.ring = shared_address(shared) + warp * RING_BYTES;
     wait_for_previous();
     let_next_start();
     int num_groups = a.counts[0];
-    int of_group1 = a.width / (16 * TEAM / (a.hidden / CHUNK));
-    int of_group2 = a.hidden / (ROWS * TEAM / (a.width / CHUNK));
-    loader.walk.team = static_cast<int>(blockIdx.x) * TEAMS + team_index;
-    loader.walk.num_teams = static_cast<int>(gridDim.x) * TEAMS;
-    loader.walk.num_items1 = num_groups * of_group1;
-    loader.walk.num_items2 = num_groups * of_group2;
-    loader.walk.of_group1 = of_group1;
-    loader.walk.of_group2 = of_group2;
-    loader.walk.open();
-    for (int i = 0; i < STAGES; ++i) loader.load(a, i);
-    __syncwarp();
-    int stage = 0, number = 0;
+    int num_items1 = num_groups * (a.width / 16);
+    loader.schedule = {static_cast<int>(blockIdx.x) * WARPS + warp,
+                       warp * static_cast<int>(gridDim.x) + static_cast<int>(blockIdx.x),
+                       static_cast<int>(gridDim.x) * WARPS,
+                       num_items1,
+                       num_groups * (a.hidden / ROWS),
+                       max(1, a.hidden / a.width)};
+    loader.look_ahead(a);
+    loader.load(a);
+    loader.load(a);
+    int stage = 0, scale_stage = 1;
     bool all_done = false;
-    Content content(loader.ring);
-    while (content.part() != NONE) {
-        if (content.part() == FC2) await_fc1(a, content.group(), loader.lane, all_done);
-        if (content.num_slots() <= 8) process<1>(a, team, loader, content, stage, number);
-        else if constexpr (MAX_NT > 1) process<2>(a, team, loader, content, stage, number);
+    while (loader.part != Part::NONE) {
+        Item item{loader.part, loader.num_chunks, loader.row, loader.group, loader.expert,
+                  loader.num_slots};
+#pragma unroll
+        for (int n = 0; n < GROUP_SLOTS / 8; ++n) item.slots[n] = loader.slots[n];
+        if (item.part == Part::FC2) await_fc1(a, item, loader.lane, num_items1, all_done);
+        if (item.num_slots <= 8) process<1>(a, item, loader, stage, scale_stage);
+        else if (item.num_slots <= 16) process<2>(a, item, loader, stage, scale_stage);
+        else process<4>(a, item, loader, stage, scale_stage);
     }
 }
 
@@ -833,14 +745,6 @@ cudaError_t launch_after(
     return cudaLaunchKernelEx(&config, kernel, a);
 }
 
-// Whether a team's warps share both products evenly.
-bool has_kernel(int hidden, int width) {
-    if (hidden % CHUNK || width % CHUNK) return false;
-    int slices1 = hidden / CHUNK, slices2 = width / CHUNK;
-    if (slices1 > TEAM || slices2 > TEAM || TEAM % slices1 || TEAM % slices2) return false;
-    return width % (16 * TEAM / slices1) == 0 && hidden % (ROWS * TEAM / slices2) == 0;
-}
-
 int64_t blocks_for(int64_t threads, int of_block) { return (threads + of_block - 1) / of_block; }
 
 }  // namespace
@@ -856,7 +760,7 @@ int trace_routed_experts(
     void* activations, void* operands1, void* operands2, void* products, void* order, void* groups,
     void* counts, int num_tokens, int slots_of_token, int num_experts, int hidden, int width,
     int num_blocks, void* stream) {
-    if (!has_kernel(hidden, width) || num_experts > MAX_EXPERTS) return -1;
+    if (hidden % (2 * CHUNK) || width % (2 * CHUNK) || num_experts > MAX_EXPERTS) return -1;
     Arguments a{static_cast<const uint8_t*>(codes1),
                 static_cast<const uint8_t*>(scales1),
                 static_cast<const float*>(globals1),
@@ -884,9 +788,10 @@ int trace_routed_experts(
     auto on = static_cast<cudaStream_t>(stream);
     int64_t values = static_cast<int64_t>(num_tokens) * hidden;
     int64_t prepare_blocks = 1 + blocks_for(values / 16, PREPARE_THREADS);
-    cudaError_t error =
-        launch_after(prepare_kernel, a, prepare_blocks, PREPARE_THREADS, 0, on);
+    prepare_kernel<<<static_cast<unsigned>(prepare_blocks), PREPARE_THREADS, 0, on>>>(a);
+    cudaError_t error = cudaGetLastError();
     if (error != cudaSuccess) return error;
+    constexpr int SHARED_BYTES = WARPS * RING_BYTES;
     error = cudaFuncSetAttribute(multiply_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                  SHARED_BYTES);
     if (error != cudaSuccess) return error;

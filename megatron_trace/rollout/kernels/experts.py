@@ -21,9 +21,9 @@ from megatron_trace.rollout.kernels.library import (
 
 SOURCE = FOLDER / "experts.cu"
 # As in experts.cu.
+WIDTH_MULTIPLE = 512
 MAX_EXPERTS = 1024
-_SLICE, _TEAM, _ROWS = 256, 8, 32
-_GROUP_SLOTS = 8
+_GROUP_SLOTS = 32
 # More tokens are computed in parts, which bounds the memory of what lies between the kernels.
 MAX_TOKENS = 2048
 
@@ -41,17 +41,9 @@ def why_not(hidden_size: int, width: int, num_experts: int, device: torch.device
         return f"it needs a GPU, and the weights lie on {device}"
     if torch.cuda.get_device_capability(device) < (9, 0):
         return "it needs compute capability 9.0 (E4M3 conversions, dependent launches)"
-    sizes = [_SLICE * slices for slices in (1, 2, 4, 8)]
     for name, columns in (("hidden size", hidden_size), ("an expert's width", width)):
-        if columns not in sizes:
-            return f"{name} must be one of {sizes}, which a team's warps share; got {columns}"
-    for name, rows, columns in (
-        ("an expert's width", width, 2 * hidden_size),
-        ("hidden size", hidden_size, width),
-    ):
-        multiple = _ROWS * _TEAM * _SLICE // columns
-        if rows % multiple:
-            return f"{name} must be a multiple of {multiple}; got {rows}"
+        if columns % WIDTH_MULTIPLE:
+            return f"{name} must be a multiple of {WIDTH_MULTIPLE}; got {columns}"
     if num_experts > MAX_EXPERTS:
         return f"a layer may have at most {MAX_EXPERTS} experts; got {num_experts}"
     return why_no_compiler()
