@@ -42,6 +42,7 @@ from typing import Any
 
 import torch
 
+from megatron_trace import compat
 from megatron_trace.config import TraceConfig
 from megatron_trace.formats import E4M3_MAX, FORMAT_SETS
 from megatron_trace.hints import QuantizerSettings, Site
@@ -170,6 +171,7 @@ class Bench:
         )
         self.copy_tb_s = copy_bandwidth(1 << (20 if options.cpu else 31))
         self.rows: list[dict[str, Any]] = []
+        self._held: torch.Tensor | None = None
         self.facts = {
             "machine": torch.cuda.get_device_name(),
             "memory_GiB": total / GIB,
@@ -190,21 +192,20 @@ class Bench:
     def run(self) -> None:
         """Measures all cases; one that fails is told and the next one goes on."""
         for cases in self._by_policy():
-            started = time.perf_counter()
             policy = self.policy(is_quantised=cases[0].mode != "bf16")
             torch.cuda.synchronize()
-            print(f"built in {time.perf_counter() - started:.1f} s", flush=True)
+            self.say("built")
             for case in cases:
                 try:
                     self.rows.append(self.measured(policy, case))
-                    at = time.perf_counter() - self.started
-                    print(f"{at:.1f} s: {json.dumps(self.rows[-1])}", flush=True)
+                    self.say(json.dumps(self.rows[-1]))
                 except FAILURES as error:
                     self.rows.append(dataclasses.asdict(case) | {"error": str(error)[:200]})
                     traceback.print_exc()
                 self.save()
                 _collect()
             del policy
+            self._held = None
             _collect()
 
     def _by_policy(self) -> list[list[Case]]:
@@ -233,7 +234,7 @@ class Bench:
             rotary_percent=a.rope_share,
             rotary_base=a.rope_base,
         )
-        print(f"model after {time.perf_counter() - self.started:.1f} s", flush=True)
+        self.say("model")
         if policy.quantised:
             policy.use_settings(_settings(policy))
             quantise_experts(
@@ -275,6 +276,8 @@ class Bench:
         if case.batch_name == "largest":
             # Of what is free now, if something else holds memory too.
             missing = self._weight_bytes(self.whole, case) - self._weight_bytes(self.slice, case)
+            self._held = None
+            _collect()
             free = torch.cuda.mem_get_info()[0] - missing - RESERVE_BYTES
             if not self.options.cpu:
                 batch = max(1, min(expected, math.floor(free / self._bytes_of_a_sequence(case))))
@@ -285,18 +288,18 @@ class Bench:
             except torch.OutOfMemoryError:
                 if case.batch_name != "largest" or batch == 1:
                     raise
-                print(f"{case}: {batch} do not fit", flush=True)
+                self.say(f"{case}: {batch} do not fit")
                 batch = max(1, min(batch - 1, math.floor(batch * 0.97)))
             _collect()
 
     def _measured(self, policy: ServedPolicy, case: Case, batch: int) -> dict[str, Any]:
         torch.cuda.reset_peak_memory_stats()
-        ballast = torch.empty(
-            self._missing_bytes(case, batch), dtype=torch.uint8, device=torch.cuda.current_device()
-        )
+        self._reserve(self._missing_bytes(case, batch))
+        self.say(f"{case}: batch {batch}")
         server, launched = self._server(policy, case, batch)
         points = self._points()
         keep = case.recording != "off"
+        self.say("server")
         with LongDecode(server, batch, keep=keep).running() as decode:
             steps = {
                 tokens: decode.times(tokens, warm_up=self.options.warm_up, steps=self.options.steps)
@@ -305,7 +308,7 @@ class Bench:
             distinct = decode.distinct_experts()
             kernels = profiled(decode.step) if self.options.profile else {}
         peak = torch.cuda.max_memory_allocated()
-        del ballast, decode, server
+        del decode, server
         scale = self.whole.num_layers / self.slice.num_layers
         whole_ms = {
             tokens: step.step_ms
@@ -350,7 +353,7 @@ class Bench:
             try:
                 return self._built(policy, case, batch, DecodeGraphs((batch,))), launched
             except ValueError as error:
-                print(f"not captured: {error}", flush=True)
+                self.say(f"not captured: {error}")
                 launched = "padded"
             _collect()
         graphs = DecodeGraphs((batch,), captured=False) if launched == "padded" else False
@@ -408,6 +411,17 @@ class Bench:
         # Hints wait in host memory.
         return sequence_bytes(architecture, tokens=self.sequence_tokens, kv_format=case.kv_format)
 
+    def _reserve(self, num_bytes: int) -> None:
+        """Holds memory in place of the layers that are left out; the same again if it is as much.
+
+        A run on an H200 was ended by the clock while it took 91 GiB for the second time.
+        """
+        if self._held is None or self._held.numel() != num_bytes:
+            self._held = None
+            _collect()
+            device = torch.cuda.current_device()
+            self._held = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+
     def _missing_bytes(self, case: Case, batch: int) -> int:
         """Gives what the layers that are left out would take."""
         whole, part = (
@@ -440,6 +454,10 @@ class Bench:
         return [
             o.prompt_tokens + (last - o.prompt_tokens) * index // count for index in range(o.points)
         ]
+
+    def say(self, what: str) -> None:
+        """Prints what was done, and when: a run that the clock ends tells where it was."""
+        print(f"{time.perf_counter() - self.started:.1f} s: {what}", flush=True)
 
     def save(self) -> None:
         """Writes what there is."""
@@ -503,6 +521,7 @@ def copy_bandwidth(num_bytes: int) -> float:
 
 
 def _collect() -> None:
+    compat.forget_moe_layers()
     gc.collect()
     torch.cuda.empty_cache()
 
