@@ -182,13 +182,9 @@ class EngineForward(GPTInferenceWrapper):
     def _capture(self, inference_input: dict[str, Any]) -> _Captured:
         sites = self.inference_context.sites
         calls, values = Counter(sites.calls), Counter(sites.quantised_values)
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
         rotary = self._rotary(inference_input["tokens"].shape[1])
-        graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-                logits = self._computed(inference_input)
+            graph, logits = self._captured_forward(inference_input)
         except RuntimeError as error:
             raise RuntimeError(
                 f"a decode step of {inference_input['tokens'].shape[1]} rows cannot be captured "
@@ -209,6 +205,16 @@ class EngineForward(GPTInferenceWrapper):
             sites.recorder.noted(),
             rotary,
         )
+
+    def _captured_forward(
+        self, inference_input: dict[str, Any]
+    ) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            logits = self._computed(inference_input)
+        return graph, logits
 
     def _rotary(self, num_rows: int) -> torch.Tensor | None:
         """Gives what the model asks its RoPE for, by the call that it makes."""

@@ -225,7 +225,7 @@ class Recorder:
         """Notes that a captured forward, with its `gather`, puts these places."""
         if self._step is not None:
             self._step.times_put = Counter(times_put)
-            self._step.is_written = self._ring is not None
+            self._step.is_written = self._keep and self._ring is not None
 
     def end_step(self) -> None:
         """Checks that every place was quantised once for every row of the running step.

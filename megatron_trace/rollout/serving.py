@@ -14,6 +14,7 @@ from megatron.core.inference.contexts.mamba_slot_allocator import (
 )
 from megatron.core.inference.engines import DynamicInferenceEngine
 from megatron.core.models.hybrid.hybrid_model import HybridModel
+from megatron.core.transformer.moe.router_replay import RouterReplay
 
 from megatron_trace import compat
 from megatron_trace.hints import Site
@@ -285,6 +286,9 @@ class Server:
             except BaseException:
                 self.reset()
                 raise
+            finally:
+                # What computes outside a step, such as a calibration, records elsewhere.
+                RouterReplay.clear_global_static_buffers()
 
     def add(
         self, prompts: Sequence[Sequence[int]], sample_ids: Sequence[str], seeds: Sequence[int]

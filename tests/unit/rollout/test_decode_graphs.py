@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+from collections import Counter
+
 import pytest
 import torch
 
 from megatron_trace.hints import RecordKind, Site
-from megatron_trace.rollout.decode_graphs import DecodeGraphs, default_sizes
+from megatron_trace.rollout import SamplingSettings
+from megatron_trace.rollout.decode_graphs import DecodeGraphs, EngineForward, default_sizes
 from megatron_trace.rollout.grouped_experts import GroupedExperts
 from megatron_trace.testing.rollouts import assert_same_rollout, record_of, records_of
 from megatron_trace.testing.tiny_rollout import random_prompts, roll_out, tiny_engine, tiny_weights
@@ -95,6 +99,84 @@ def test_grouped_experts_take_the_weights_that_are_pushed(weights, other_weights
     assert [s.tokens for s in _roll_out(engine)[0]] != [s.tokens for s in first[0]]
     engine.push_weights(weights, 0)
     assert_same_rollout(_roll_out(engine), first)
+
+
+class _Graph:
+    """Stands for a captured graph: kernels run again, and nothing of the host does."""
+
+    def __init__(self, forward, inference_input, logits):
+        self._forward, self._input, self._logits = forward, inference_input, logits
+
+    def replay(self):
+        sites = self._forward.inference_context.sites
+        step = sites.recorder._step
+        noted = copy.copy(sites.calls), copy.copy(sites.quantised_values), copy.copy(vars(step))
+        step.times_put = Counter()
+        with torch.inference_mode():
+            self._logits.copy_(self._forward._computed(self._input))
+        sites.calls, sites.quantised_values, fields = noted
+        vars(step).update(fields)
+
+
+@pytest.fixture
+def replays(monkeypatch):
+    """Lets padded steps be captured on any device, see `_Graph`."""
+
+    def captured_forward(forward, inference_input):
+        watch = forward.inference_context.sites.watch
+        counts = watch._counts.clone()
+        logits = forward._computed(inference_input).clone()
+        watch._counts.copy_(counts)  # A capture computes nothing.
+        return _Graph(forward, inference_input, logits), logits
+
+    monkeypatch.setattr(EngineForward, "_captured_forward", captured_forward)
+
+    def engine(weights, **options):
+        engine = _padded(weights, **options)
+        engine._server.forward._captures = True
+        return engine
+
+    return engine
+
+
+@pytest.mark.usefixtures("exact_products")
+def test_what_the_host_does_is_done_again_for_each_replay(weights, replays):
+    plain, replaying = _padded(weights), replays(weights)
+    expected = _roll_out(plain)
+    for _ in range(2):
+        assert_same_rollout(_roll_out(replaying), expected)
+        assert replaying.report.quantised_values == plain.report.quantised_values
+        assert replaying.report.saturated_values == plain.report.saturated_values
+        assert replaying.sites.calls == plain.sites.calls
+    assert replaying._server.forward.num_replayed > 5
+
+
+@pytest.mark.usefixtures("exact_products")
+def test_recording_can_be_off_and_on_by_turns_under_graphs(weights, replays):
+    engine = replays(weights)
+    expected = _roll_out(engine)
+    for _ in range(3):
+        off = engine.generate(
+            PROMPTS,
+            [f"s{index}" for index in range(len(PROMPTS))],
+            store=None,
+            sampling=SamplingSettings(max_new_tokens=12, stop_tokens=(3, 4)),
+            seed=0,
+        )
+        assert [sample.tokens for sample in off] == [sample.tokens for sample in expected[0]]
+        assert_same_rollout(_roll_out(engine), expected)
+
+
+@pytest.mark.usefixtures("exact_products")
+def test_other_scales_after_a_replay_are_captured_anew(weights, replays):
+    engine, plain = replays(weights), _padded(weights)
+    _roll_out(engine)
+    captured = engine._server.forward.num_captured
+    for one in (engine, plain):
+        tokens = [torch.randint(0, 15, (8, 12), generator=torch.Generator().manual_seed(9))]
+        one.recalibrate(weights, tokens, 2)
+    assert_same_rollout(_roll_out(engine), _roll_out(plain))
+    assert engine._server.forward.num_captured > captured
 
 
 def test_a_nan_in_a_padded_step_names_the_place_and_the_engine_works_again(weights):
