@@ -12,7 +12,12 @@ from megatron_trace.hints import RecordKind, Site
 from megatron_trace.rollout.decode_graphs import DecodeGraphs
 from megatron_trace.rollout.kernels.experts_reference import routed_experts
 from megatron_trace.testing.rollouts import assert_same_rollout, record_of
-from megatron_trace.testing.tiny_rollout import random_prompts, roll_out, tiny_engine
+from megatron_trace.testing.tiny_rollout import (
+    random_prompts,
+    roll_out,
+    tiny_engine,
+    tiny_weights,
+)
 
 LAYER = 1
 
@@ -149,3 +154,34 @@ def test_a_choice_that_cannot_run_says_why(settings, message):
 def test_auto_leaves_megatrons_experts_where_the_kernel_cannot_run():
     moe: Any = tiny_engine(None, packed_experts="auto").layers[LAYER].moe
     assert moe.routed_experts is None
+
+
+@pytest.mark.gpu
+def test_the_kernel_serves_and_records_like_the_reference_captured_too():
+    config = {"hidden_size": 512, "moe_ffn_hidden_size": 512}
+    wide = tiny_weights(seed=4, config=config)
+    prompts = random_prompts(6)
+    rollouts = [
+        roll_out(
+            tiny_engine(
+                wide,
+                config=config,
+                hint_sites=("fc1", "fc2"),
+                diagnostic_share=1.0,
+                packed_experts=kernels,
+                limits={"cuda_graphs": graphs},
+            ),
+            prompts,
+        )
+        for kernels, graphs in (("torch", False), ("cuda", False), ("cuda", True))
+    ]
+    (expected, expected_store), *others = rollouts
+    for samples, store in others:
+        for sample, like, prompt in zip(samples, expected, prompts, strict=True):
+            for site, share in ((Site.FC1, 1.0), (Site.FC2, 0.999)):
+                ours, theirs = (
+                    record_of(of, one, 0, site, RecordKind.CODES).payload[: len(prompt)]
+                    for of, one in ((store, sample), (expected_store, like))
+                )
+                # Sums have another order, so that a value of fc2's input may round to another one.
+                assert (ours == theirs).float().mean() >= share, (sample.sample_id, site)
