@@ -78,9 +78,7 @@ def parsed_flags() -> argparse.Namespace:
         "--hint-scales", choices=("raw", "residue"), help=with_sites % HintChoice.scales
     )
     parser.add_argument("--no-packed-activations", action="store_true")
-    parser.add_argument(
-        "--local-experts", action="store_true", help="train without Transformer Engine's"
-    )
+    parser.add_argument("--experts", choices=("te", "local"), default="te", help="of the trainer")
     parser.add_argument("--max-hint-share", type=float, default=0.25)
     parser.add_argument("--set", nargs="+", default=[], metavar="FIELD=NUMBER", dest="changes")
     parser.add_argument("--assume", nargs="+", default=[], metavar="FIELD=SHARE")
@@ -115,7 +113,7 @@ def asked(args: argparse.Namespace) -> Request:
         number_format=args.number_format,
         hints=hints,
         packed_activations=not args.no_packed_activations,
-        grouped_experts=not args.local_experts,
+        experts=args.experts,
         max_hint_share=args.max_hint_share,
         efficiency=changed(Efficiency(), args.assume),
     )

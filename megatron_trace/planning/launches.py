@@ -2,7 +2,7 @@
 
 A host hands every operation over by itself, and in each MoE layer waits for the GPU, as it asks how
 many tokens every expert gets. So its time adds to that of the GPU, whatever the tokens: it is what
-limits small models, short samples and many local experts.
+limits small models, short samples and many experts on a rank.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ class Launches:
     """Operations of a decoder layer that are no views, forward and backward.
 
     Attributes:
-        forward: Of all but local experts.
+        forward: Of all but experts.
         backward: The same, backward.
-        expert_forward: Of each local expert more, where experts are linears of their own.
+        expert_forward: Of each expert of the rank more.
         expert_backward: The same, backward.
     """
 
@@ -33,7 +33,7 @@ class Launches:
         """Gives the operations of a layer.
 
         Args:
-            num_experts: Experts of the rank that are linears of their own; 0 if they are grouped.
+            num_experts: Experts of the rank; 0 for one product of all.
             forwards: Forward passes.
             backwards: Backward passes.
         """
@@ -41,11 +41,12 @@ class Launches:
         return forwards * forward + backwards * (self.backward + num_experts * self.expert_backward)
 
 
-# Counted in the study's model (attention and MoE of 16 experts) on a CPU, with torch's dispatcher.
-LAUNCHES = Launches()
-# Of each parameter in the optimizer step, as torch's Adam was measured.
+# By --trace-experts. Of local experts counted in the study's model on a CPU, with torch's
+# dispatcher; Transformer Engine's are as many as the time of a layer of 256 says.
+LAUNCHES = {"local": Launches(), "te": Launches(expert_forward=3.9, expert_backward=6.3)}
+# Of each parameter in the optimizer step, as the study's was measured.
 OPTIMIZER_LAUNCHES = 2
-# Tensors of a decoder layer, without its experts: measured on both mixers, rounded up.
+# Tensors of a decoder layer beside its experts: 12 with either mixer in the 35B model, rounded up.
 _LAYER_TENSORS = 14
 
 
@@ -54,8 +55,10 @@ def micro_batch_launch_s(
 ) -> float:
     """Gives the host's time for a micro-batch on the pipeline stage with the most layers."""
     layers = -(-request.architecture.num_layers // layout.pp)
-    operations = LAUNCHES.of_layer(
-        num_experts=local_experts(request, layout), forwards=forwards, backwards=backwards
+    operations = LAUNCHES[request.experts].of_layer(
+        num_experts=request.architecture.num_experts // layout.ep,
+        forwards=forwards,
+        backwards=backwards,
     )
     return layers * operations * request.hardware.launch_us * 1e-6
 
@@ -63,10 +66,5 @@ def micro_batch_launch_s(
 def optimizer_launch_s(request: Request, layout: Layout) -> float:
     """Gives the host's time for an optimizer step."""
     layers = -(-request.architecture.num_layers // layout.pp)
-    tensors = layers * (_LAYER_TENSORS + 2 * local_experts(request, layout))
+    tensors = layers * (_LAYER_TENSORS + 2 * request.architecture.num_experts // layout.ep)
     return tensors * OPTIMIZER_LAUNCHES * request.hardware.launch_us * 1e-6
-
-
-def local_experts(request: Request, layout: Layout) -> int:
-    """Gives the experts of a rank that are linears of their own; 0 if they are grouped."""
-    return 0 if request.grouped_experts else request.architecture.num_experts // layout.ep

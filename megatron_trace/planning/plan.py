@@ -91,7 +91,8 @@ class Plan:
     def parts(self) -> dict[str, float]:
         """Seconds of every part of a step."""
         return {
-            "decoding": self.rollout.decode_s,
+            "decoding": self.rollout.decode_s - self.rollout.small_kernels_s,
+            "decoding, small kernels": self.rollout.small_kernels_s,
             "prefill": self.rollout.prefill_s,
             "training, products": self.training.time.compute_s,
             "training, activations": self.training.time.activations_s,

@@ -46,7 +46,8 @@ def _run(plan: Plan) -> Iterator[str]:
     )
     yield (
         f"  assumed: {_pairs(vars(request.efficiency))} of the peaks; "
-        f"{request.hardware.launch_us:g} us for launching an operation"
+        f"{request.hardware.launch_us:g} us for launching an operation, "
+        f"{request.hardware.decode_layer_us:g} for small kernels in a decoded layer"
     )
 
 
@@ -72,7 +73,7 @@ def _layout(plan: Plan) -> Iterator[str]:
         ]
     if request.packed_activations:
         more.append("--trace-save-packed-activations")
-    more.append(f"--trace-experts={'te' if request.grouped_experts else 'local'}")
+    more.append(f"--trace-experts={request.experts}")
     yield "  " + " ".join([f"--{name}={size}" for name, size in flags.items()] + more)
     if layout.pp > 1:
         yield f"  --hybrid-layer-pattern={request.architecture.pattern(num_stages=layout.pp)}"

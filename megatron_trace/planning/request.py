@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
+from typing import Literal
 
 from megatron_trace.formats.number_format import FORMAT_SETS
 from megatron_trace.models.architecture import Architecture
@@ -26,7 +27,7 @@ class Request:
         number_format: Formats of the run.
         hints: Hints to record; None lets the plan choose.
         packed_activations: Whether training keeps the experts' inputs as codes.
-        grouped_experts: Whether the trainer's experts are grouped linears, and not one by one.
+        experts: The trainer's experts, as `--trace-experts`: Transformer Engine's or local ones.
         max_hint_share: Share of a step that writing and reading hints may take, behind other work.
         efficiency: What share of the peaks is reached.
     """
@@ -41,7 +42,7 @@ class Request:
     number_format: str = "nvfp4"
     hints: HintChoice | None = None
     packed_activations: bool = True
-    grouped_experts: bool = True
+    experts: Literal["te", "local"] = "te"
     max_hint_share: float = 0.25
     efficiency: Efficiency = field(default_factory=Efficiency)
 

@@ -1,7 +1,8 @@
 """A rollout engine: how many sequences fit, and how long a token takes, from a roofline.
 
-A step of decoding takes the longer of reading (`decode_bytes`) and computing, and the exchange
-between the engine's GPUs. Launches, sampling and scheduling are not in it.
+A step of decoding takes the longer of reading (`decode_bytes`) and computing, the exchange between
+the engine's GPUs, and in every layer the kernels that do neither, as they were measured. Scheduling
+is not in it, and steps are taken to be captured.
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ class Rollout:
         weight_bytes: Weights of an engine.
         cache_bytes: Caches and states of the batch at full length.
         decode_s: Time of decoding.
+        small_kernels_s: What of it are kernels that neither read weights nor caches.
         prefill_s: Time of reading the prompts.
-        bound: What limits decoding: memory, compute or exchange.
+        bound: What limits decoding: memory, compute, exchange or small kernels.
     """
 
     number_format: str | None
@@ -39,6 +41,7 @@ class Rollout:
     weight_bytes: float
     cache_bytes: float
     decode_s: float
+    small_kernels_s: float
     prefill_s: float
     bound: str
 
@@ -84,18 +87,28 @@ def decode_step_s(
     read = decode_bytes(
         a, batch=batch, context=context, expert_format=number_format, kv_format=number_format
     )
-    times = {
+    busy = {
         "memory": read.total / (engine_gpus * gpu.memory_tb_s * 1e12 * share.memory),
         "compute": batch * token_seconds(request, number_format, context) / engine_gpus,
     }
-    bound = max(times, key=lambda name: times[name])
+    longer = max(busy, key=lambda name: busy[name])
     exchange = 0.0
     if engine_gpus > 1:
         # Tokens to their experts and back, and the sums of the other matrices.
         values = a.num_layers * a.hidden_size * (2 * a.router_topk + 4)
         rate = gpu.scale_up_gb_s if engine_gpus <= gpu.scale_up_gpus else gpu.scale_out_gb_s
         exchange = batch * BF16_BYTES * values / (engine_gpus * rate * 1e9 * share.network)
-    return times[bound] + exchange, "exchange" if exchange > times[bound] else bound
+    times = {
+        longer: busy[longer],
+        "exchange": exchange,
+        "small kernels": small_kernels_s(request),
+    }
+    return sum(times.values()), max(times, key=lambda name: times[name])
+
+
+def small_kernels_s(request: Request) -> float:
+    """Gives the time of a step's kernels that neither read weights nor caches, as measured."""
+    return request.architecture.num_layers * request.hardware.decode_layer_us * 1e-6
 
 
 def token_seconds(request: Request, number_format: str | None, context: float) -> float:
@@ -167,6 +180,7 @@ def _rollout(
         rollout_weight_bytes(request.architecture, number_format),
         size * _sequence_bytes(request, number_format),
         waves * request.response_tokens * step_s,
+        waves * request.response_tokens * small_kernels_s(request),
         samples * request.prompt_tokens * prefill / engine_gpus,
         bound,
     )
