@@ -26,8 +26,10 @@ def demo():
 
 @pytest.fixture
 def do_runs(demo, one_process, monkeypatch, tmp_path):
-    """Does the runs that flags describe, few problems, into a temporary folder."""
+    """Does the runs that flags describe, of two layers and few problems, in a temporary folder."""
     monkeypatch.setattr(demo, "TASK_SIZE", 300)
+    monkeypatch.setattr(demo, "PATTERN", "*E*E")
+    monkeypatch.setattr(demo, "CALIBRATION_SAMPLES", 32)
 
     def do_runs(*flags):
         options = demo.parse_options([*SMALL.split(), "--output", str(tmp_path), *flags])
@@ -88,11 +90,11 @@ def test_an_asynchronous_run_resumes_exactly_where_it_drained(do_runs, tmp_path)
 
 
 def test_flags_run_follows_the_trace_flags(do_runs):
-    flags = "--steps 1 --runs flags --trace-hint-layers 3 --trace-hint-bits 4"
+    flags = "--steps 1 --runs flags --trace-hint-layers 1 --trace-hint-bits 4"
     _, summaries = do_runs(*flags.split())
-    # One of four layers; 4 bits and a scale byte per 16 values of fc1 (128), k and v (64 each).
+    # One of two layers; 4 bits and a scale byte per 16 values of fc1 (128), k and v (64 each).
     assert summaries[0].hint_bytes_per_token == (128 + 64 + 64) // 2 + (128 + 64 + 64) // 16
-    assert summaries[0].coverage == 0.25
+    assert summaries[0].coverage == 0.5
 
 
 @pytest.mark.parametrize("method", ["bf16", "qarl", "quads", "score_centering", "trace"])
@@ -101,7 +103,7 @@ def test_every_method_trains_two_steps_through_its_flag(do_runs, tmp_path, metho
     records = read_metrics(tmp_path / "seed-0" / "flags" / "metrics.jsonl")
     assert [record["policy_version"] for record in records] == [0, 1]
     assert all(record["gap"]["num_tokens"] > 0 for record in records)
-    kv_bytes = 1024 if method == "bf16" else 288
+    kv_bytes = 512 if method == "bf16" else 144
     assert summaries[0].kv_bytes_per_token == kv_bytes
     assert bool(summaries[0].hint_bytes_per_token) == (method == "trace")
 
@@ -109,12 +111,12 @@ def test_every_method_trains_two_steps_through_its_flag(do_runs, tmp_path, metho
 @pytest.mark.parametrize(
     ("flags", "sites", "kv_bytes"),
     [
-        # 4 layers x (K, V) x 2 heads x 32 values: half a byte each, and a scale for 16 or 32.
-        ("", {"fc1", "fc2", "k", "v"}, 288),
-        ("--trace-quantised-parts experts", {"fc1", "fc2"}, 1024),
-        ("--trace-quantised-parts kv", {"k", "v"}, 288),
-        ("--trace-number-format mxfp4", {"fc1", "fc2", "k", "v"}, 272),
-        ("--trace-number-format mxfp4_w4a8", {"fc1", "fc2", "k", "v"}, 272),
+        # 2 layers x (K, V) x 2 heads x 32 values: half a byte each, and a scale for 16 or 32.
+        ("", {"fc1", "fc2", "k", "v"}, 144),
+        ("--trace-quantised-parts experts", {"fc1", "fc2"}, 512),
+        ("--trace-quantised-parts kv", {"k", "v"}, 144),
+        ("--trace-number-format mxfp4", {"fc1", "fc2", "k", "v"}, 136),
+        ("--trace-number-format mxfp4_w4a8", {"fc1", "fc2", "k", "v"}, 136),
     ],
     ids=["nvfp4", "experts only", "kv only", "mxfp4", "mxfp4 w4a8"],
 )
