@@ -7,9 +7,9 @@
     ... --assume compute=0.3 memory=0.6                               your own shares of the peaks
 
 Times come from what must be computed, read and sent, at shares of the makers' peaks that are
-printed, and in training from the operations that the host launches. Sampling, scheduling and
-waiting for the longest response are not in them, so they tell what limits a run, and what a change
-buys, not what a clock will show.
+printed, in training from the operations that the host launches, and in decoding from small kernels
+as they were measured. Scheduling and waiting for the longest response are not in them, so they tell
+what limits a run, and what a change buys, not what a clock will show.
 """
 
 from __future__ import annotations
