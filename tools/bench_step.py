@@ -52,7 +52,11 @@ from megatron_trace.hints.types import RolloutSample
 from megatron_trace.models.architecture import Architecture
 from megatron_trace.models.presets import preset
 from megatron_trace.testing.single_process import single_process
-from megatron_trace.training.micro_batch import MicroBatch, stage_micro_batch
+from megatron_trace.training.micro_batch import (
+    MicroBatch,
+    make_micro_batch,
+    stage_micro_batch,
+)
 from megatron_trace.training.model import token_logprobs
 from megatron_trace.training.prefetch import MicroBatchPrefetcher
 
@@ -79,7 +83,7 @@ def measure_training(block: Block, cases: Sequence[Case], num_tokens: int) -> li
         for trainer in trainers[first:] + trainers[:first]:
             started, done = time.perf_counter(), False
             with _reported(trainer.case.name):
-                train(trainer, batches, options.micro_batches, device, count=round_number > 0)
+                train(trainer, batches, options, device, count=round_number > 0)
                 done = True
             if not done:
                 trainers = [other for other in trainers if other is not trainer]
@@ -96,7 +100,10 @@ def measure_training(block: Block, cases: Sequence[Case], num_tokens: int) -> li
     for trainer in trainers:
         is_last = num_tokens == options.tokens[-1]
         if is_last and options.profile and trainer.case.text in options.profile_cases:
-            with _reported(f"profile of {trainer.case.name}"), _reading(trainer, batches) as stream:
+            with (
+                _reported(f"profile of {trainer.case.name}"),
+                _reading(trainer, batches, ahead=options.ahead) as stream,
+            ):
                 step(trainer, next(stream))
                 micro_batch = next(stream)
                 profiled(trainer.case.name, partial(step, trainer, micro_batch), options.profile)
@@ -107,25 +114,33 @@ def _passed(options: argparse.Namespace) -> float:
     return time.perf_counter() - options.started
 
 
-def _reading(trainer: Trainer, batches: Sequence[Sequence[RolloutSample]]) -> MicroBatchPrefetcher:
-    """Gives a case's micro-batches without end, read ahead."""
-    return MicroBatchPrefetcher(
-        itertools.cycle(batches), trainer.files, trainer.sites, max_host_bytes=None
-    )
+@contextlib.contextmanager
+def _reading(
+    trainer: Trainer, batches: Sequence[Sequence[RolloutSample]], *, ahead: bool
+) -> Iterator[Iterator[MicroBatch]]:
+    """Gives a case's micro-batches without end: read ahead, or made now and used again."""
+    if ahead:
+        with MicroBatchPrefetcher(
+            itertools.cycle(batches), trainer.files, trainer.sites, max_host_bytes=None
+        ) as stream:
+            yield stream
+        return
+    made = [make_micro_batch(samples, trainer.files, trainer.sites) for samples in batches]
+    yield itertools.cycle(made)
 
 
 def train(
     trainer: Trainer,
     batches: Sequence[Sequence[RolloutSample]],
-    micro_batches: int,
+    options: argparse.Namespace,
     device: torch.device,
     *,
     count: bool,
 ) -> None:
     """Trains on some micro-batches, and notes their times if they count."""
     on_gpu = device.type == "cuda"
-    with _reading(trainer, batches) as stream:
-        for index in range(micro_batches):
+    with _reading(trainer, batches, ahead=options.ahead) as stream:
+        for index in range(options.micro_batches):
             timer, before = Timer(device), 0
             if on_gpu:
                 torch.cuda.synchronize()
@@ -333,6 +348,12 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--micro-batches", type=int, default=4, help="of a case in a round")
     parser.add_argument("--profile", type=int, default=0, help="rows of a case's profile")
     parser.add_argument("--profile-cases", nargs="+", default=["qat:local", "trace:local"])
+    parser.add_argument(
+        "--at-once",
+        action="store_false",
+        dest="ahead",
+        help="makes micro-batches before they are timed, without the thread that reads ahead",
+    )
     parser.add_argument("--hang-s", type=float, help="ends with all stacks after so long")
     parser.add_argument("--parts", nargs="+", default=["train", "rollout"])
     parser.add_argument("--prompts", type=int, default=32, help="of the rollout, of 64 tokens")
