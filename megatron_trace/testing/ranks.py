@@ -4,9 +4,9 @@ The function lives in a file, given by path, so that a test module needs no impo
 rank gets a file store, so no port is fixed. pytest does not rewrite asserts there: the function
 writes its own messages.
 
-Ranks are forked from one process that imported Megatron, which starts with the first of them and
-ends with this process; where there is a GPU, whose driver does not survive a fork, they are started
-anew.
+Ranks are forked from one process that imported Megatron, and have its environment; it starts with
+the first of them and ends with this process. Where there is a GPU, whose driver does not survive a
+fork, ranks are started anew.
 """
 
 from __future__ import annotations
@@ -126,26 +126,17 @@ def _start(
         start = context.Process
     process = start(
         target=_run_in_process,
-        args=(str(file), function, str(folder), rank, world_size, dict(os.environ)),
+        args=(str(file), function, str(folder), rank, world_size),
     )
     process.start()
     return process
 
 
-def _run_in_process(
-    file: str,
-    function: str,
-    folder: str,
-    rank: int,
-    world_size: int,
-    environment: dict[str, str],
-) -> None:
-    """Is the whole life of a rank's process, which the parent's environment did not reach."""
+def _run_in_process(file: str, function: str, folder: str, rank: int, world_size: int) -> None:
+    """Is the whole life of a rank's process."""
     output = os.open(Path(folder) / f"output-{rank}.txt", os.O_WRONLY)
     os.dup2(output, 1)
     os.dup2(output, 2)
-    os.environ.clear()
-    os.environ.update(environment)
     # Its own processes start as those of any program do, not as it did.
     multiprocessing.set_start_method(None, force=True)
     cpu_runtime.install()
