@@ -38,7 +38,7 @@ def changed_bits(tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor]
     pointers = [[tensor.data_ptr() for tensor in of] for of in (tensors, others)]
     pairs = torch.tensor([*pointers, words], dtype=torch.int64).to(device)
     changed = torch.zeros(len(words), dtype=torch.bool, device=device)
-    with torch.cuda.device(device):
+    with torch.cuda.device_of(pairs):
         _changed_kernel[(max(triton.cdiv(max(words), _WORDS), 1), len(words))](
             pairs, changed.view(torch.uint8), len(words), WORDS=_WORDS, num_warps=8
         )

@@ -1,4 +1,4 @@
-"""Compares the kernels of guard and checks with torch; a program, for TRITON_INTERPRET.
+"""Compares the kernels of guard, checks and changes with torch; a program, for TRITON_INTERPRET.
 
 python interpreted_guard.py FORMATS DEVICE DTYPE     prints how many inputs were compared
 """
@@ -7,7 +7,14 @@ import sys
 
 import torch
 
-from megatron_trace.formats import NUMBER_FORMATS, NumberFormat, kernels_checks, kernels_guard, ops
+from megatron_trace.formats import (
+    NUMBER_FORMATS,
+    NumberFormat,
+    kernels_changed,
+    kernels_checks,
+    kernels_guard,
+    ops,
+)
 from megatron_trace.hints import guard
 from megatron_trace.testing.assertions import assert_same_bytes
 from megatron_trace.testing.hard_inputs import hard_inputs
@@ -101,6 +108,18 @@ def _compare_checks(x: torch.Tensor, size: int, device: str, what: str) -> None:
     assert int(got) == int(expected), f"{what}: not finite"
 
 
+def _compare_changed(device: str) -> None:
+    """Compares which tensors differ with those in which a bit was changed."""
+    sizes = ((16, 64), (4, 4), (3, 8192), (8, 32))
+    tensors = [torch.randn(size).bfloat16().to(device) for size in sizes]
+    others = [tensor.clone() for tensor in tensors]
+    others[1][3, 3] *= -1
+    others[2][2, 8191] += 1
+    got = kernels_changed.changed_bits(tensors, others)
+    assert got.tolist() == [False, True, True, False], f"changed: {got.tolist()}"
+    assert not kernels_changed.changed_bits(tensors, tensors).any()
+
+
 def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -109,6 +128,7 @@ def main() -> None:
         import emulated_ptx
 
         emulated_ptx.install()
+    _compare_changed(device)
     formats = [NUMBER_FORMATS[name] for name in names.split(",")]
     compared = [compare(fmt, getattr(torch, dtype), device) for fmt in formats]
     sys.stdout.write(f"{compared} inputs")
