@@ -90,6 +90,9 @@ def add_sampling_arguments(parser: ArgumentParser) -> Any:
         help="most likely tokens kept at each position, for --trace-objective score_centering",
     )
     group.add_argument("--rollout-requests", type=int, default=64, help="at a time, default 64")
+    group.add_argument(
+        "--rollout-cuda-graphs", action="store_true", help="capture decode steps, docs/rollout.md"
+    )
     return group
 
 
@@ -145,6 +148,7 @@ def build_engine(args: Namespace, trace: TraceConfig, task: Task) -> RolloutEngi
         trace=trace,
         eod_token=task.tokenizer.end_token,
         max_requests=args.rollout_requests,
+        cuda_graphs=args.rollout_cuda_graphs,
         rotary_percent=args.rotary_percent,
         rotary_base=args.rotary_base,
     )
