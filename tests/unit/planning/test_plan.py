@@ -108,7 +108,7 @@ def test_the_steps_that_were_measured_are_planned_within_a_tenth(
 
 @pytest.mark.parametrize(("experts", "measured_s"), [("local", 0.115), ("te", 0.112)])
 def test_a_layer_of_256_experts_is_planned_within_a_fifth(experts, measured_s):
-    """The same, "What a step of each method costs": attention and MoE, 8192 tokens of 2048 each.
+    """The same, "The cost of a step": attention and MoE, 8192 tokens in samples of 2048.
 
     Of local experts it is a prediction: their operations were counted in another model.
     """
