@@ -213,6 +213,10 @@ def test_neither_direction_holds_the_model(tmp_path):
             {"model_type": "qwen4_exp", "hc_count": 4, "indexer_n_heads": 8},
             r"model_type=qwen4_exp, hc_count \(hyper-connections\), indexer_n_heads \(sparse",
         ),
+        (
+            {"model_type": "qwen4_exp", "text_config": {"hc_count": 4, "ple_layer_ids": [2]}},
+            r"hc_count \(hyper-connections\), ple_layer_ids \(n-gram embeddings\), which cannot",
+        ),
     ],
 )
 def test_a_configuration_that_cannot_be_converted_is_refused(published, tmp_path, changes, message):
