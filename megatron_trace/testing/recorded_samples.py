@@ -254,12 +254,13 @@ def seen_values(*chunks: TraceSites) -> Iterator[dict[Place, SeenValues]]:
             return
         (place, sites, rows_per_part), *_ = last
         assert sites.micro_batch_in_force is not None, "the quantiser has just asked for it"
+        # With experts=te_recipe each expert's rows are padded, so that their number is another.
+        if rows_per_part is None or sum(rows_per_part) != len(rows):
+            rows_per_part = [len(rows)]
         of_place = seen.setdefault(place, SeenValues())
-        of_place.inputs.extend(rows.split(rows_per_part or len(rows)))
-        of_place.outputs.extend(values.split(rows_per_part or len(rows)))
-        of_place.sample_ids.extend(
-            [sites.micro_batch_in_force.sample_ids] * len(rows_per_part or [len(rows)])
-        )
+        of_place.inputs.extend(rows.split(rows_per_part))
+        of_place.outputs.extend(values.split(rows_per_part))
+        of_place.sample_ids.extend([sites.micro_batch_in_force.sample_ids] * len(rows_per_part))
 
     with contextlib.ExitStack() as stack:
         for sites in chunks:
