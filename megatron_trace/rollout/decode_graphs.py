@@ -185,11 +185,13 @@ class EngineForward(GPTInferenceWrapper):
         rotary = self._rotary(inference_input["tokens"].shape[1])
         try:
             graph, logits = self._captured_forward(inference_input)
+        except torch.OutOfMemoryError:  # A RuntimeError of another kind, with another remedy.
+            raise
         except RuntimeError as error:
             raise RuntimeError(
                 f"a decode step of {inference_input['tokens'].shape[1]} rows cannot be captured "
-                "in a CUDA graph, as its forward waits for the device; build the engine with "
-                "cuda_graphs=False"
+                f"in a CUDA graph: {error}; if its forward waits for the device, build the engine "
+                "with cuda_graphs=False"
             ) from error
         self.num_captured += 1
         num_rows = sites.recorder.num_rows

@@ -17,7 +17,7 @@ from megatron_trace.testing.tiny_rollout import random_prompts, roll_out, tiny_e
 
 RECORDED = {"hint_layers": "all", "hint_sites": ("fc1", "fc2", "k", "v"), "diagnostic_share": 0.5}
 PROMPTS = random_prompts(11, longest=24)
-# No step of 11 requests or fewer but that of 8 has a size of its own.
+# Steps of 11 requests or fewer are padded, but for those of 4 and 8.
 SIZES = (4, 8, 13)
 
 
@@ -177,6 +177,24 @@ def test_other_scales_after_a_replay_are_captured_anew(weights, replays):
         one.recalibrate(weights, tokens, 2)
     assert_same_rollout(_roll_out(engine), _roll_out(plain))
     assert engine._server.forward.num_captured > captured
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (torch.OutOfMemoryError("no room"), "^no room$"),
+        (RuntimeError("not permitted"), r"of \d+ rows cannot be captured .*: not permitted"),
+    ],
+    ids=("out of memory", "waits"),
+)
+def test_a_capture_that_fails_tells_why(weights, replays, monkeypatch, error, told):
+    def failing(forward, inference_input):
+        raise error
+
+    engine = replays(weights)
+    monkeypatch.setattr(EngineForward, "_captured_forward", failing)
+    with pytest.raises(type(error), match=told):
+        _roll_out(engine)
 
 
 def test_a_nan_in_a_padded_step_names_the_place_and_the_engine_works_again(weights):
