@@ -92,7 +92,7 @@ class EngineLimits:
 
     def __post_init__(self) -> None:
         """Raises ValueError on limits that leave no room for a request, or no size of a graph."""
-        assert self.decode_graphs is None or self.decode_graphs.sizes, "sizes are checked"
+        DecodeGraphs.of_setting(self.cuda_graphs, self.max_requests)
         if self.max_step_tokens is not None and self.max_step_tokens < self.max_requests:
             raise ValueError(
                 f"max_step_tokens={self.max_step_tokens} must be at least max_requests="

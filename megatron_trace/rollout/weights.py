@@ -35,14 +35,14 @@ def kept_on_failure(model: torch.nn.Module) -> Iterator[None]:
     They are kept in host memory meanwhile, as a device seldom has room for them twice. They stay
     where they are, so that graphs that read them stay valid.
     """
-    parameters = [tensor.detach() for tensor in (*model.parameters(), *model.buffers())]
-    kept = [torch.empty_like(parameter, device="cpu").copy_(parameter) for parameter in parameters]
+    tensors = [tensor.detach() for tensor in (*model.parameters(), *model.buffers())]
+    kept = [torch.empty_like(tensor, device="cpu").copy_(tensor) for tensor in tensors]
     try:
         yield
     except BaseException:
         with torch.no_grad():
-            for parameter, value in zip(parameters, kept, strict=True):
-                parameter.copy_(value)
+            for tensor, value in zip(tensors, kept, strict=True):
+                tensor.copy_(value)
         raise
 
 
