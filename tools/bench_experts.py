@@ -151,7 +151,6 @@ def time_kernel(
 
 def time_bf16(all_tokens: tuple[int, ...]) -> list[dict[str, float]]:
     """Gives the time of the two grouped products and SwiGLU in BF16, tokens sorted beforehand."""
-    grouped_mm = F.grouped_mm
     shape = (BF16_LAYERS, EXPERTS)
     fc1 = torch.empty((*shape, 2 * WIDTH, HIDDEN), dtype=torch.bfloat16, device="cuda").normal_()
     fc2 = torch.empty((*shape, HIDDEN, WIDTH), dtype=torch.bfloat16, device="cuda").normal_()
@@ -162,8 +161,8 @@ def time_bf16(all_tokens: tuple[int, ...]) -> list[dict[str, float]]:
         x = torch.randn(tokens * TOP_K, HIDDEN, device="cuda").bfloat16()
 
         def call(layer: int, x: torch.Tensor = x, ends: torch.Tensor = ends) -> torch.Tensor:
-            gate, up = grouped_mm(x, fc1[layer].transpose(1, 2), offs=ends).chunk(2, -1)
-            return grouped_mm(F.silu(gate) * up, fc2[layer].transpose(1, 2), offs=ends)
+            gate, up = F.grouped_mm(x, fc1[layer].transpose(1, 2), offs=ends).chunk(2, -1)
+            return F.grouped_mm(F.silu(gate) * up, fc2[layer].transpose(1, 2), offs=ends)
 
         us = graph_us([lambda i=i: call(i) for i in range(BF16_LAYERS)])
         used = int((ends.diff(prepend=ends.new_zeros(1)) > 0).sum())

@@ -228,7 +228,7 @@ class Tally:
             place: Decoder layer and site.
             values: float [rows, K].
             rounding: How they are rounded.
-            known: How many of which kind, of what `_site_counts` takes, `rows` among them.
+            known: How many of which kind, of what `_site_report` takes, `rows` among them.
             flags: Which rows are of a kind, bool [rows] each; as many more of this kind.
         """
         number_format = rounding.number_format
