@@ -211,12 +211,15 @@ def main() -> None:
         "shape": {"experts": EXPERTS, "top_k": TOP_K, "hidden": HIDDEN, "width": WIDTH},
     }
 
+    failed: list[str] = []
+
     def keep(name: str, measure: Callable[[], Any]) -> None:
         # Measurements do not depend on one another: one that fails is shown, and the others run.
         try:
             result[name] = measure()
         except Exception:  # noqa: BLE001
             result[name] = traceback.format_exc()
+            failed.append(name)
         arguments.out.write_text(json.dumps(result, indent=1))
         print(name, result[name], flush=True)
 
@@ -234,6 +237,8 @@ def main() -> None:
     keep("bf16", lambda: time_bf16((1, 8, 32, 64, 256)))
     if result["right"] is not True:
         raise SystemExit("the kernel's results are not right: see checks")
+    if failed:
+        raise SystemExit(f"failed: {', '.join(failed)}")
 
 
 if __name__ == "__main__":

@@ -72,7 +72,7 @@ def measure_training(block: Block, cases: Sequence[Case], num_tokens: int) -> li
     budget_s = options.budget_s[min(options.tokens.index(num_tokens), len(options.budget_s) - 1)]
     trainers = []
     for case in cases:
-        with _reported(case.name):
+        with _reported(options, case.name):
             trainers.append(Trainer(case, *block.trainer(case), HintFiles(block.folder)))
     print(f"built, {_passed(options):.1f} s so far", flush=True)
     for round_number in range(options.rounds + 1):
@@ -82,7 +82,7 @@ def measure_training(block: Block, cases: Sequence[Case], num_tokens: int) -> li
         first = round_number % len(trainers)
         for trainer in trainers[first:] + trainers[:first]:
             started, done = time.perf_counter(), False
-            with _reported(trainer.case.name):
+            with _reported(options, trainer.case.name):
                 train(trainer, batches, options, device, count=round_number > 0)
                 done = True
             if not done:
@@ -101,7 +101,7 @@ def measure_training(block: Block, cases: Sequence[Case], num_tokens: int) -> li
         is_last = num_tokens == options.tokens[-1]
         if is_last and options.profile and trainer.case.text in options.profile_cases:
             with (
-                _reported(f"profile of {trainer.case.name}"),
+                _reported(options, f"profile of {trainer.case.name}"),
                 _reading(trainer, batches, ahead=options.ahead) as stream,
             ):
                 step(trainer, next(stream))
@@ -220,12 +220,13 @@ def measure_loading(block: Block, num_tokens: int) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _reported(what: str) -> Iterator[None]:
-    """Goes on after an error, which is printed."""
+def _reported(options: argparse.Namespace, what: str) -> Iterator[None]:
+    """Goes on after an error, which is printed and noted; the program then ends with 1."""
     try:
         yield
     except Exception:  # noqa: BLE001  The other cases are to be measured.
         print(f"{what} failed:\n{traceback.format_exc()}", flush=True)
+        options.failed.append(what)
 
 
 def print_training(rows: Sequence[dict[str, Any]]) -> None:
@@ -280,6 +281,7 @@ def main() -> None:
     )
     options.samples = max(options.samples or 2 * max(options.tokens) // options.length, 1)
     report: dict[str, Any] = {"options": {k: str(v) for k, v in vars(options).items()}}
+    options.failed = []
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     print(f"{architecture.name}, pattern {options.pattern}, {device}, torch {torch.__version__}")
     with single_process(seed=0), tempfile.TemporaryDirectory() as folder:
@@ -290,9 +292,11 @@ def main() -> None:
             gc.collect()
             torch.cuda.empty_cache()
         if "rollout" in options.parts:
-            with _reported("rollout"):
+            with _reported(options, "rollout"):
                 report["rollout"] = measure_rollout(options, architecture, Path(folder))
     _write(options, report)
+    if options.failed:
+        raise SystemExit(f"failed: {', '.join(options.failed)}")
 
 
 def _write(options: argparse.Namespace, report: dict[str, Any]) -> None:
