@@ -65,6 +65,12 @@ def run(example, flags, folder, *, ranks=1, fails=False):
     return output
 
 
+def forget_transformer_engine():
+    """Unsets what Megatron set in the process that this one was forked from, building models."""
+    for name in [name for name in os.environ if name.startswith("NVTE_")]:
+        del os.environ[name]
+
+
 def pretrain_on_rank(rank, flags, folder, ranks):
     """Runs Megatron's loop in a process that belongs to a group already."""
     path = ROOT / "examples" / "pretrain_trace.py"
@@ -72,6 +78,7 @@ def pretrain_on_rank(rank, flags, folder, ranks):
     program = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(program)
     os.chdir(folder)
+    forget_transformer_engine()
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
     sys.argv = [str(path), *flags.split()]
     program.main()
