@@ -27,7 +27,8 @@ class EngineController(TextGenerationController):
     def _router_record_bookkeeping(self) -> None:
         """Starts the copy of the experts that were chosen; gives Megatron nothing to store."""
         context = cast("RolloutContext", self.inference_wrapped_model.inference_context)
-        metadata = context.moe_routing_metadata
-        routing = None if metadata is None else metadata.get_routing_indices()
+        if not context.moe_enable_routing_replay:  # A dense model routes nothing.
+            return
+        routing = context.moe_routing_metadata.get_routing_indices()
         if routing is not None:
             context.begin_routing(routing[: context.active_token_count])
