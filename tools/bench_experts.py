@@ -30,6 +30,7 @@ import torch.nn.functional as F
 
 from megatron_trace.rollout.kernels import experts as kernel
 from megatron_trace.rollout.kernels.experts_reference import PackedExperts, RoutedOutput
+from megatron_trace.testing.device_timing import copy_bandwidth, median_us
 from megatron_trace.testing.packed_experts import (
     TOLERANCE,
     compared,
@@ -53,20 +54,6 @@ CASES = (
 )
 
 
-def median_us(function: Callable[[], Any], repeats: int = 15) -> float:
-    """Gives the median time of a call in us, by events."""
-    function()
-    times = []
-    for _ in range(repeats):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        function()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1000)
-    return sorted(times)[repeats // 2]
-
-
 def graph_us(calls: list[Callable[[], Any]]) -> float:
     """Gives the time of a call in us when a graph of several is replayed."""
     calls[0]()
@@ -76,13 +63,6 @@ def graph_us(calls: list[Callable[[], Any]]) -> float:
         for call in calls:
             call()
     return median_us(graph.replay) / len(calls)
-
-
-def copy_bandwidth() -> float:
-    """Gives bytes read and written by a large copy, in TB/s."""
-    source = torch.empty(1 << 31, dtype=torch.uint8, device="cuda").random_()
-    target = torch.empty_like(source)
-    return 2 * source.numel() / median_us(lambda: target.copy_(source)) / 1e6
 
 
 def checks() -> dict[str, Any]:

@@ -29,6 +29,7 @@ from megatron_trace.rollout.kernels import append as triton_append
 from megatron_trace.rollout.kernels import attention as triton_attention
 from megatron_trace.rollout.kernels import cuda, reference
 from megatron_trace.rollout.pages import PackedPages, PageLayout
+from megatron_trace.testing.device_timing import copy_bandwidth
 from megatron_trace.testing.paged_kv import (
     DECODE_CASES,
     PackedCache,
@@ -57,13 +58,6 @@ def graph_us(function: Callable[[], Any], calls: int = 20) -> float:
         for _ in range(calls):
             function()
     return median_ms(graph.replay) * 1000 / calls
-
-
-def copy_bandwidth() -> float:
-    """Gives bytes read and written by a large copy, in TB/s."""
-    source = torch.empty(1 << 31, dtype=torch.uint8, device="cuda").random_()
-    target = torch.empty_like(source)
-    return 2 * source.numel() / median_ms(lambda: target.copy_(source)) / 1e9
 
 
 def checks() -> dict[str, float]:

@@ -31,7 +31,6 @@ import gc
 import json
 import math
 import platform
-import statistics
 import subprocess
 import time
 import traceback
@@ -64,6 +63,7 @@ from megatron_trace.rollout.policy import ServedPolicy
 from megatron_trace.rollout.recorder import Recorder
 from megatron_trace.rollout.serving import EngineLimits, Server
 from megatron_trace.rollout.weights import quantise_experts
+from megatron_trace.testing.device_timing import copy_bandwidth
 from megatron_trace.testing.long_decode import KV_GLOBAL_SCALE, LongDecode
 from megatron_trace.testing.single_process import single_process
 
@@ -503,21 +503,6 @@ def profiled(function: Callable[[], None]) -> dict[str, float]:
     times = {event.key: float(event.self_device_time_total) for event in profile.key_averages()}
     longest = sorted(times, key=lambda name: -times[name])[:14]
     return {"all": sum(times.values())} | {name[:70]: times[name] for name in longest}
-
-
-def copy_bandwidth(num_bytes: int) -> float:
-    """Gives bytes read and written by a large copy, in TB/s."""
-    source = torch.ones(num_bytes, dtype=torch.uint8, device=torch.cuda.current_device())
-    target = torch.empty_like(source)
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    times = []
-    for _ in range(6):
-        begin.record()
-        target.copy_(source)
-        end.record()
-        torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end))
-    return 2 * num_bytes / statistics.median(times[1:]) / 1e9
 
 
 def _collect() -> None:
