@@ -3,6 +3,7 @@
 import dataclasses
 import sys
 
+import emulated_ptx
 import torch
 import triton.runtime.interpreter as interpreter
 
@@ -36,19 +37,7 @@ def _patch_lang_tensor(tensor, scope) -> None:
 def main() -> None:
     torch.set_num_threads(1)
     interpreter._patch_lang_tensor = _patch_lang_tensor
-    num_checked = 0
-    for number, case in enumerate(hard_inputs(torch.float32)):
-        values = case.x.flatten()
-        values = values[: min(MAX_VALUES, values.numel() // 16 * 16)]
-        assert_append_equals_reference(
-            append.append,
-            values.view(-1, 1, 16),
-            case.global_scale,
-            page_tokens=4,
-            num_bits=(None, 1, 2, 4)[number % 4],
-            what=case.name,
-        )
-        num_checked += 1
+    num_checked = _check_append(torch.float32)
     for head_dim, page, ratio, lengths, new, splits in (
         (64, 8, 4, [33, 0, 1], [1, 1, 1], 3),
         (64, 8, 4, [20, 9], [3, 9], 1),
@@ -80,7 +69,27 @@ def main() -> None:
         error = relative_error(got, exact_plain_attention(cache, keys, values))
         assert error < TOLERANCE, f"plain pages, head dim {head_dim}, {splits} splits: {error}"
         num_checked += 1
+    # Last, as it changes how the interpreter computes.
+    emulated_ptx.install()
+    append._goes_in_pairs = lambda x: x.dtype == torch.bfloat16
+    num_checked += _check_append(torch.bfloat16)
     sys.stdout.write(f"{num_checked} inputs")
+
+
+def _check_append(dtype: torch.dtype) -> int:
+    cases = hard_inputs(dtype)
+    for number, case in enumerate(cases):
+        values = case.x.flatten()
+        values = values[: min(MAX_VALUES, values.numel() // 16 * 16)]
+        assert_append_equals_reference(
+            append.append,
+            values.view(-1, 1, 16),
+            case.global_scale,
+            page_tokens=4,
+            num_bits=(None, 1, 2, 4)[number % 4],
+            what=f"{case.name} {dtype}",
+        )
+    return len(cases)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ TOLERANCE = 2.5e-3
 
 
 def test_interpreted_kernels_equal_the_reference(run_program) -> None:
-    assert run_program("interpreted_kv.py", interpret=True) == f"{len(NAMES) + 6} inputs"
+    assert run_program("interpreted_kv.py", interpret=True) == f"{2 * len(NAMES) + 6} inputs"
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")

@@ -99,11 +99,15 @@ def append(
             LINES=layout.lines,
             LINE_TOKENS=layout.tokens_per_line,
             LINE_BYTES=layout.line_bytes,
-            PAIRS=key.dtype == torch.bfloat16 and not INTERPRETED,
+            PAIRS=_goes_in_pairs(key),
             T=octets_of_program,
             num_warps=_NUM_WARPS,
         )
     return records[0], records[1]
+
+
+def _goes_in_pairs(x: torch.Tensor) -> bool:
+    return x.dtype == torch.bfloat16 and not INTERPRETED
 
 
 def _with_heads_side_by_side(x: torch.Tensor) -> torch.Tensor:
