@@ -85,11 +85,9 @@ class GroupedExperts:
 
     def _without_padding(self, chosen: torch.Tensor) -> torch.Tensor:
         """Gives rows of padding the experts of the first token, so that they load no others."""
-        real_rows = self._sites.watch.real_rows
-        if real_rows is None:
-            return chosen
-        is_real = torch.arange(len(chosen), device=chosen.device)[:, None] < real_rows
-        return torch.where(is_real, chosen, chosen[:1])
+        tokens = torch.arange(len(chosen), device=chosen.device)[:, None]
+        is_real = self._sites.watch.is_real(tokens)
+        return chosen if is_real is None else torch.where(is_real, chosen, chosen[:1])
 
     def _activation(self, x: torch.Tensor) -> torch.Tensor:
         """Gives what Megatron's `MLP` does between its linears."""

@@ -139,11 +139,9 @@ class PackedRoutedExperts(torch.nn.Module):
 
     def _without_padding(self, chosen: torch.Tensor) -> torch.Tensor:
         """Gives no experts to rows of padding."""
-        real_rows = self._sites.watch.real_rows
-        if real_rows is None:
-            return chosen
-        is_real = torch.arange(len(chosen), device=chosen.device)[:, None] < real_rows
-        return chosen.masked_fill(~is_real, -1)
+        tokens = torch.arange(len(chosen), device=chosen.device)[:, None]
+        is_real = self._sites.watch.is_real(tokens)
+        return chosen if is_real is None else chosen.masked_fill(~is_real, -1)
 
 
 def implementation_of(

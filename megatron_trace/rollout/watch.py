@@ -25,6 +25,14 @@ class Watch:
         self._numbers: dict[tuple[int, str], int] = {}
         self._counts: torch.Tensor | None = None
 
+    def is_real(self, tokens: torch.Tensor) -> torch.Tensor | None:
+        """Gives whether tokens of the running step belong to a request; None if all do.
+
+        Args:
+            tokens: integer, on the device.
+        """
+        return None if self.real_rows is None else tokens < self.real_rows
+
     def clear(self) -> None:
         """Begins to count anew, in the same memory, to which captured graphs add."""
         if self._counts is not None:
@@ -62,9 +70,9 @@ class Watch:
             return
         if tokens is None:
             tokens = torch.arange(len(x), device=x.device) // rows_of_token
-        is_real = torch.ones_like(tokens, dtype=torch.bool)
-        if self.real_rows is not None:
-            is_real = tokens < self.real_rows
+        is_real = self.is_real(tokens)
+        if is_real is None:
+            is_real = torch.ones_like(tokens, dtype=torch.bool)
         if largest is not None:
             counts[0] += ((x.float().abs() > largest).sum(-1) * is_real).sum()
         if finite:

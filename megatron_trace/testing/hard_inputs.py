@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -53,6 +53,23 @@ def hard_inputs(
         x = x.to(device)
         inputs.append(HardInput(name, x, _fp32(global_scale), bool(x.isfinite().all())))
     return inputs
+
+
+def hard_rows(
+    dtype: torch.dtype, *, max_values: int, length: int = 32
+) -> Iterator[tuple[HardInput, torch.Tensor]]:
+    """Gives the hard inputs that fill a row, each with its first values as rows.
+
+    Args:
+        dtype: See `hard_inputs`.
+        max_values: Values of an input, at most; a multiple of `length`.
+        length: Values of a row.
+    """
+    for case in hard_inputs(dtype):
+        values = case.x.flatten()
+        values = values[: min(values.numel() // length * length, max_values)]
+        if values.numel():
+            yield case, values.reshape(-1, length)
 
 
 def near(values: torch.Tensor, ulps: int = 2) -> torch.Tensor:

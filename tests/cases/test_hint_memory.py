@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import torch
 
 from megatron_trace.hints import HintStore, QuantizerSettings, RolloutSample, Site
 from megatron_trace.rollout.storing import store_records
+from megatron_trace.testing.programs import load_program
 from megatron_trace.testing.ranks import run_ranks
 
 TOOL = Path(__file__).parents[2] / "tools" / "measure_hint_memory.py"
@@ -77,9 +77,7 @@ def test_42_hints_of_16_samples_take_little_more_than_their_bytes():
 
 def tool_with(*flags):
     """Gives the tool and its options."""
-    spec = importlib.util.spec_from_file_location("measure_hint_memory", TOOL)
-    tool = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(tool)
+    tool = load_program(TOOL)
     sizes = "--samples 64 --tokens 1024 --layers 2 --micro-batch-samples 2 --bound-mb 6 --work-s 0"
     sys.argv = [str(TOOL), *sizes.split(), *flags]
     return tool, tool._options()

@@ -17,7 +17,7 @@ from megatron_trace.formats import (
 )
 from megatron_trace.hints import guard
 from megatron_trace.testing.assertions import assert_same_bytes
-from megatron_trace.testing.hard_inputs import hard_inputs
+from megatron_trace.testing.hard_inputs import hard_rows
 from megatron_trace.testing.kernel_equality import row_scales
 
 # The interpreter takes about 20 us a value.
@@ -27,12 +27,7 @@ MAX_VALUES = {"cpu": 32, "cuda": 1 << 20}
 def compare(fmt: NumberFormat, dtype: torch.dtype, device: str) -> int:
     """Compares counts and decisions on each hard input that holds a block; gives how many do."""
     num_compared = 0
-    for case in hard_inputs(dtype):
-        values = case.x.flatten()
-        values = values[: min(values.numel() // 32 * 32, MAX_VALUES[device])]
-        if values.numel() == 0:
-            continue
-        x = values.reshape(-1, 32)
+    for case, x in hard_rows(dtype, max_values=MAX_VALUES[device]):
         scales = [case.global_scale, row_scales(x, case.global_scale)]
         if not fmt.has_global_scale:
             scales = [None]

@@ -9,7 +9,7 @@ import torch
 
 from megatron_trace.formats import kernels_mxfp4, kernels_mxfp8, mxfp4, mxfp8
 from megatron_trace.testing.assertions import assert_same_bytes
-from megatron_trace.testing.hard_inputs import hard_inputs
+from megatron_trace.testing.hard_inputs import hard_rows
 
 # Specification, kernels, bits of hints.
 FORMATS = {"mxfp4": (mxfp4, kernels_mxfp4, (1, 2, 4)), "mxfp8": (mxfp8, kernels_mxfp8, (1, 2, 8))}
@@ -21,12 +21,7 @@ MAX_VALUES = {"cpu": 320, "cuda": 1 << 20}
 def compare(fmt: str, dtype: torch.dtype, device: str) -> int:
     """Compares every function on each hard input that holds a block; gives how many do."""
     num_compared = 0
-    for case in hard_inputs(dtype):
-        values = case.x.flatten()
-        values = values[: min(values.numel() // 32 * 32, MAX_VALUES[device])]
-        if values.numel() == 0:
-            continue
-        x = values.reshape(-1, 32)
+    for case, x in hard_rows(dtype, max_values=MAX_VALUES[device]):
         every_rule = dtype == torch.float32 and (device == "cuda" or num_compared % 4 == 0)
         for rule in RULES if every_rule else RULES[:1]:
             _compare(fmt, x, rule, device, f"{case.name} {dtype} {rule}")

@@ -9,7 +9,7 @@ import torch
 
 from megatron_trace.formats import NUMBER_FORMATS, NumberFormat, kernels_rows, ops
 from megatron_trace.testing.assertions import assert_same_bytes
-from megatron_trace.testing.hard_inputs import hard_inputs
+from megatron_trace.testing.hard_inputs import hard_rows
 from megatron_trace.testing.kernel_equality import row_scales
 
 # The interpreter takes about 20 us a value and candidate.
@@ -19,12 +19,7 @@ MAX_VALUES = {"cpu": 96, "cuda": 1 << 20}
 def compare(fmt: NumberFormat, dtype: torch.dtype, device: str) -> int:
     """Compares every function on each hard input that holds a block; gives how many do."""
     num_compared = 0
-    for case in hard_inputs(dtype):
-        values = case.x.flatten()
-        values = values[: min(values.numel() // 32 * 32, MAX_VALUES[device])]
-        if values.numel() == 0:
-            continue
-        x = values.reshape(-1, 32)
+    for case, x in hard_rows(dtype, max_values=MAX_VALUES[device]):
         every = device == "cuda" or (num_compared % 6 == 0 and dtype == torch.float32)
         scales = [case.global_scale, row_scales(x, case.global_scale)]
         if not fmt.has_global_scale:

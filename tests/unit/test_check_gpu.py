@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
+
+from megatron_trace.testing.programs import load_program
 
 TOOL = Path(__file__).parents[2] / "tools" / "check_gpu.py"
 
 
 def test_the_check_passes_and_writes_its_numbers(tmp_path, capfd):
     output = tmp_path / "numbers.json"
-    spec = importlib.util.spec_from_file_location("check_gpu", TOOL)
-    tool = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(tool)
+    tool = load_program(TOOL)
     tool.main(["--cpu", "--prompts", "4", "--warm-start-steps", "10", "--json", str(output)])
     assert "all as it must be" in capfd.readouterr().out
     numbers = json.loads(output.read_text())

@@ -1,6 +1,5 @@
 """The samples of a run on which an export calibrates."""
 
-import importlib.util
 from pathlib import Path
 
 import pytest
@@ -10,18 +9,14 @@ from megatron_trace.hints.files_writer import HintFilesWriter
 from megatron_trace.hints.types import RolloutSample
 from megatron_trace.rl.exchange import Exchange, ExchangeSettings
 from megatron_trace.rl.rollout_folder import Reward
+from megatron_trace.testing.programs import load_program
 
 TOOL = Path(__file__).parents[3] / "tools" / "export_rollout_weights.py"
 
 
 @pytest.fixture(scope="module")
 def tool():
-    spec = importlib.util.spec_from_file_location("export_rollout_weights", TOOL)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_program(TOOL)
 
 
 def sample(number, policy_version):

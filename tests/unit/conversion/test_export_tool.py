@@ -1,6 +1,5 @@
 """The program that exports what an engine serves, with the settings of a folder of rollouts."""
 
-import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -12,6 +11,7 @@ from megatron_trace.conversion.modelopt_folder import read_modelopt_folder
 from megatron_trace.hints.files_writer import HintFilesWriter
 from megatron_trace.hints.settings_file import save_settings
 from megatron_trace.hints.types import QuantizerSettings, RolloutSample, Site
+from megatron_trace.testing.programs import load_program
 from megatron_trace.testing.published_model import published_model
 
 TOOL = Path(__file__).parents[3] / "tools" / "export_rollout_weights.py"
@@ -20,11 +20,7 @@ TOOL = Path(__file__).parents[3] / "tools" / "export_rollout_weights.py"
 @pytest.fixture
 def export(monkeypatch):
     """Runs the program in this process, which has imported everything already."""
-    spec = importlib.util.spec_from_file_location("export_rollout_weights", TOOL)
-    assert spec is not None
-    assert spec.loader is not None
-    tool = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(tool)
+    tool = load_program(TOOL)
 
     def export(*flags):
         monkeypatch.setattr(sys, "argv", list(map(str, [TOOL, *flags])))

@@ -1,6 +1,5 @@
 """The program that shows a folder of hint files: what it says, and its exit status."""
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -12,6 +11,7 @@ from megatron_trace.hints import RecordKind, Site, decode_codes
 from megatron_trace.hints.files_writer import HintFilesWriter
 from megatron_trace.hints.sample_file import Shard
 from megatron_trace.testing.hint_samples import commit_recorded, recorded_sample
+from megatron_trace.testing.programs import load_program
 
 PROGRAM = Path(__file__).parents[3] / "tools" / "inspect_hints.py"
 RECORDED = [recorded_sample("s0", 6), recorded_sample("s1", 7, full_codes=False)]
@@ -26,12 +26,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def program():
-    spec = importlib.util.spec_from_file_location("inspect_hints", PROGRAM)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_program(PROGRAM)
 
 
 def run(*arguments: object) -> subprocess.CompletedProcess:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,6 +30,7 @@ from megatron_trace.hints import (
     stored_bits,
 )
 from megatron_trace.hints.settings_file import settings_from_record, settings_record
+from megatron_trace.testing.programs import load_program
 from megatron_trace.testing.token_rows import rows_of, with_noise
 
 KEY = HintKey("s0", layer=1, site=Site.FC1, policy_version=3, settings_digest="abc")
@@ -150,9 +150,7 @@ def test_files_give_back_what_a_store_gives(number_format, tmp_path, capsys):
                 assert getattr(found, name) == getattr(hint, name)
             assert torch.equal(found.payload, hint.payload)
             assert torch.equal(found.scale_bytes, hint.scale_bytes)
-    spec = importlib.util.spec_from_file_location("inspect_hints", INSPECT)
-    program = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(program)
+    program = load_program(INSPECT)
     assert program.main([str(tmp_path), "--sample", "s0", "--kind", "codes"]) == 0
     shown = capsys.readouterr().out
     assert f"{number_format.name}, {number_format.code_bits} bit, " in shown

@@ -1,6 +1,5 @@
 """The page as text and as parsed HTML, on every machine."""
 
-import importlib.util
 import re
 import sys
 from datetime import UTC, datetime
@@ -14,6 +13,7 @@ from megatron_trace.rl.html_report.measures import Curve
 from megatron_trace.rl.html_report.page import page
 from megatron_trace.rl.html_report.runs import find_runs
 from megatron_trace.rl.html_report.spread import Point
+from megatron_trace.testing.programs import load_program
 
 VOID = {"meta", "link", "br"}
 LOG = Curve(("gap",), "Gap", "", "", "nats", axis="log")
@@ -196,11 +196,7 @@ def test_numbers_have_three_digits(value, text):
 
 def test_the_tool_writes_the_page_and_names_what_is_not_whole(every_state, monkeypatch, capsys):
     path = Path(__file__).parents[3] / "tools" / "report.py"
-    spec = importlib.util.spec_from_file_location("report_tool", path)
-    assert spec is not None
-    assert spec.loader is not None
-    tool = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(tool)
+    tool = load_program(path)
     output = every_state / "pages" / "a.html"
     monkeypatch.setattr(sys, "argv", ["report.py", str(every_state), "--output", str(output)])
     tool.main()

@@ -1,6 +1,5 @@
 """The statistics of answers under a recipe against those in BF16."""
 
-import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -8,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron_trace.ptq.comparison import Comparison, sign_test, wilson
+from megatron_trace.testing.programs import load_program
 
 
 @pytest.mark.parametrize(
@@ -41,12 +41,7 @@ def test_answers_to_other_problems_are_refused(answers):
 def tool():
     """tools/compare_evaluations.py."""
     path = Path(__file__).parents[3] / "tools" / "compare_evaluations.py"
-    spec = importlib.util.spec_from_file_location("compare_evaluations", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_program(path)
 
 
 def evaluation(folder, solved, *, method="qat", checkpoint="iter_0000002"):

@@ -1,6 +1,5 @@
 """Export of reasoning-gym tasks to prompt files."""
 
-import importlib.util
 from pathlib import Path
 
 import pytest
@@ -8,6 +7,7 @@ import pytest
 from megatron_trace.rl.export import make_items
 from megatron_trace.rl.rewards import score_answer
 from megatron_trace.rl.tasks import load_tasks
+from megatron_trace.testing.programs import load_program
 
 PROGRAM = Path(__file__).parents[3] / "tools" / "export_tasks.py"
 ONE_DIGIT = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
@@ -16,12 +16,7 @@ EXPRESSION = {"prompt_template": "{metadata[expression]}=", "drop_characters": "
 
 @pytest.fixture
 def export_tasks():
-    spec = importlib.util.spec_from_file_location("export_tasks", PROGRAM)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_program(PROGRAM)
 
 
 def test_same_seed_gives_the_same_items():
