@@ -11,6 +11,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from safetensors.torch import load_file, save_file
 
+from megatron_trace.hints.types import RolloutSample
 from megatron_trace.models.architecture import Architecture
 from megatron_trace.models.hybrid import HybridModules, build_hybrid_model
 from megatron_trace.models.local_config import architecture_config
@@ -166,3 +167,21 @@ def make_it_see(folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     whole = {"model_type": "qwen3_5_moe", "tie_word_embeddings": False, "text_config": config}
     (folder / "config.json").write_text(json.dumps(whole))
+
+
+def calibration_sample(number: int) -> RolloutSample:
+    """Gives a sample of a BF16 rollout of such a model, to calibrate with.
+
+    Args:
+        number: Of the sample; decides its tokens.
+    """
+    return RolloutSample(
+        f"s{number}",
+        prompt_tokens=(1, 2 + number, 3),
+        response_tokens=(4, 5 + number),
+        logprobs=torch.zeros(2),
+        routing=torch.zeros(4, 4, 4, dtype=torch.int16),
+        policy_version=0,
+        settings_digest="",
+        finish_reason="stop",
+    )

@@ -14,10 +14,10 @@ from megatron_trace.conversion.published_folder import published_architecture
 from megatron_trace.hints.files import HintFiles
 from megatron_trace.hints.files_writer import HintFilesWriter
 from megatron_trace.hints.settings_file import save_settings
-from megatron_trace.hints.types import QuantizerSettings, RolloutSample, Site
+from megatron_trace.hints.types import QuantizerSettings, Site
 from megatron_trace.rl.exchange import Exchange
 from megatron_trace.rl.hf_tokenizer import HfTokenizer
-from megatron_trace.testing.published_model import published_model
+from megatron_trace.testing.published_model import calibration_sample, published_model
 from megatron_trace.testing.single_process import single_process
 from megatron_trace.testing.tiny_tokenizer import save_tiny_tokenizer
 
@@ -229,7 +229,7 @@ def test_post_training_quantisation_serves_what_it_exports(site, published):
     with single_process(seed=0):
         hf_to_megatron(folder, run / "checkpoints")
     with HintFilesWriter(site.folder / "samples") as files:
-        files.commit([sample(number) for number in range(8)])
+        files.commit([calibration_sample(number) for number in range(8)])
     job = site.started("ptq", path)
     completes(site, job, run)
     output = run / "ptq" / "version-0"
@@ -242,17 +242,3 @@ def test_post_training_quantisation_serves_what_it_exports(site, published):
         assert f"digest {results[recipe]['weights_digest']}" in log.read_text(), recipe
     assert results["vanilla"]["weights_digest"] != results["h_scale"]["weights_digest"]
     assert {one["asked"] for one in results.values()} == {10}
-
-
-def sample(number):
-    """Gives a sample to calibrate with."""
-    return RolloutSample(
-        f"s{number}",
-        prompt_tokens=(1, 2 + number, 3),
-        response_tokens=(4, 5 + number),
-        logprobs=torch.zeros(2),
-        routing=torch.zeros(4, 4, 4, dtype=torch.int16),
-        policy_version=0,
-        settings_digest="",
-        finish_reason="stop",
-    )

@@ -10,9 +10,9 @@ import torch
 from megatron_trace.conversion.modelopt_folder import read_modelopt_folder
 from megatron_trace.hints.files_writer import HintFilesWriter
 from megatron_trace.hints.settings_file import save_settings
-from megatron_trace.hints.types import QuantizerSettings, RolloutSample, Site
+from megatron_trace.hints.types import QuantizerSettings, Site
 from megatron_trace.testing.programs import load_program
-from megatron_trace.testing.published_model import published_model
+from megatron_trace.testing.published_model import calibration_sample, published_model
 
 TOOL = Path(__file__).parents[3] / "tools" / "export_rollout_weights.py"
 
@@ -48,21 +48,8 @@ def test_the_tool_writes_a_checkpoint_and_says_its_digest(tmp_path, export, caps
 
 def test_after_bf16_rollouts_the_tool_calibrates_and_applies_a_recipe(tmp_path, export, capsys):
     published_model("qwen3_5_moe", tmp_path / "published")
-    samples = [
-        RolloutSample(
-            f"s{number}",
-            prompt_tokens=(1, 2 + number, 3),
-            response_tokens=(4, 5 + number),
-            logprobs=torch.zeros(2),
-            routing=torch.zeros(4, 4, 4, dtype=torch.int16),
-            policy_version=0,
-            settings_digest="",
-            finish_reason="stop",
-        )
-        for number in range(8)
-    ]
     with HintFilesWriter(tmp_path / "rollouts") as files:
-        files.commit(samples)
+        files.commit([calibration_sample(number) for number in range(8)])
     flags = ["--published", tmp_path / "published", "--calibration", tmp_path / "rollouts"]
     export(*flags, "--recipe", "h_scale", "--output", tmp_path / "h_scale")
     assert "our reading of H-Scale" in capsys.readouterr().out
