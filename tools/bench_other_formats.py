@@ -44,7 +44,9 @@ def main() -> None:
     """Runs the comparison, then the measurements."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--values", type=int, default=12_000_000, help="random values a format")
-    parser.add_argument("--megabytes", type=int, default=512, help="size of an input; 0: none")
+    parser.add_argument(
+        "--megabytes", type=int, default=512, help="size of an input; 0: few tokens only"
+    )
     arguments = parser.parse_args()
     torch.manual_seed(0)
     print(torch.cuda.get_device_name())
@@ -52,7 +54,7 @@ def main() -> None:
         print(f"{name}: {compare(name, arguments.values)} random values, equal bytes")
     if arguments.megabytes:
         measure(arguments.megabytes)
-        measure_small()
+    measure_small()
 
 
 def compare(name: str, num_values: int) -> int:
@@ -137,9 +139,11 @@ def measure_small() -> None:
     """Prints microseconds per call for few tokens of BF16."""
     for tokens in SMALL_TOKENS:
         x = torch.randn(tokens, SMALL_COLUMNS, device="cuda").bfloat16()
+        out = torch.empty_like(x)
+        copy = replayed_us(lambda out=out, x=x: out.copy_(x))
         calls = _calls(itertools.repeat(x), tokens)
         times = ", ".join(f"{name} {replayed_us(call):.2f}" for name, _, call in calls)
-        print(f"{tokens} x {SMALL_COLUMNS}, us: {times}")
+        print(f"{tokens} x {SMALL_COLUMNS}, us: copy {copy:.2f}, {times}", flush=True)
 
 
 def _calls(
