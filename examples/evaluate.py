@@ -42,6 +42,7 @@ from megatron_trace.hints.durable import create_file, write_file
 from megatron_trace.hints.settings_file import load_settings
 from megatron_trace.hints.types import QuantizerSettings, Site
 from megatron_trace.rl.run import calibration_batches
+from megatron_trace.rl.tasks import items_digest
 from megatron_trace.rollout import RolloutEngine, SamplingSettings
 
 
@@ -126,6 +127,7 @@ def evaluated(args: Namespace) -> dict[str, Any]:
         "checkpoint": folder,
         "iteration": iteration,
         "method": trace.method,
+        "prompts_digest": items_digest(items),
         "prompts": len(own),
         "right": sum(reward >= 1.0 for reward in scores.rewards),
         "score_sum": sum(scores.rewards),
@@ -168,9 +170,9 @@ def combined(shares: list[dict[str, Any]]) -> dict[str, Any]:
     """Gives the result over all shares.
 
     Raises:
-        ValueError: They are of different checkpoints, methods or quantised weights.
+        ValueError: They are of different checkpoints, methods, prompts or quantised weights.
     """
-    same = ("checkpoint", "iteration", "method", "weights_digest")
+    same = ("checkpoint", "iteration", "method", "prompts_digest", "weights_digest")
     kinds = {tuple(share[name] for name in same) for share in shares}
     if len(kinds) > 1:
         raise ValueError(f"shares of different evaluations: {sorted(kinds)}; use another folder")

@@ -45,8 +45,8 @@ def compared(reference: Path, folders: list[Path]) -> list[tuple[Comparison, dic
     """Gives what each folder shows against the reference, which comes first, and its evaluation.
 
     Raises:
-        ValueError: The evaluations are of different checkpoints or numbers of prompts, or the
-            reference is not in BF16.
+        ValueError: The evaluations are of different checkpoints or prompts, one does not say of
+            which, or the reference is not in BF16.
     """
     evaluations = {
         folder: json.loads((folder / "evaluation.json").read_text())
@@ -59,6 +59,13 @@ def compared(reference: Path, folders: list[Path]) -> list[tuple[Comparison, dic
         if evaluation["checkpoint"] != first["checkpoint"]:
             raise ValueError(
                 f"{folder} is of {evaluation['checkpoint']}, {reference} of {first['checkpoint']}"
+            )
+        if "prompts_digest" not in evaluation:
+            raise ValueError(f"{folder} does not say which prompts it asked; evaluate it anew")
+        if evaluation["prompts_digest"] != first["prompts_digest"]:
+            raise ValueError(
+                f"{folder} asked other prompts than {reference}, so that answers cannot be "
+                "compared one by one; evaluate both with the same --rollout-tasks"
             )
     return [
         (

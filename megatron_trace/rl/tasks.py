@@ -7,6 +7,7 @@ a reasoning-gym task, `entry` is what its scorer needs; `tools/export_tasks.py` 
 from __future__ import annotations
 
 import gzip
+import hashlib
 import json
 import os
 import random
@@ -110,6 +111,16 @@ def save_tasks(path: str | Path, items: Iterable[TaskItem]) -> None:
             record = {name: getattr(item, name) for name in ("prompt", "answer", "task", "entry")}
             lines.write(json.dumps(record, ensure_ascii=False) + "\n")
     os.replace(temporary, path)
+
+
+def items_digest(items: Iterable[TaskItem]) -> str:
+    """Gives the SHA-256 of what items ask and are scored by, in this order, wherever they stand."""
+    digest = hashlib.sha256()
+    for item in items:
+        record = [item.prompt, item.answer, item.task, item.entry]
+        # A record of Parquet may hold what JSON has not, such as dates.
+        digest.update(json.dumps(record, default=repr).encode())
+    return digest.hexdigest()
 
 
 def _opened(path: Path, mode: Literal["rt", "wt"]) -> TextIO:

@@ -44,11 +44,12 @@ def tool():
     return load_program(path)
 
 
-def evaluation(folder, solved, *, method="qat", checkpoint="iter_0000002"):
+def evaluation(folder, solved, **others):
     """Writes what examples/evaluate.py writes, and gives its folder."""
     folder.mkdir()
-    record = {"method": method, "checkpoint": checkpoint, "solved": solved}
-    (folder / "evaluation.json").write_text(json.dumps(record | {"weights_digest": folder.name}))
+    record = {"method": "qat", "checkpoint": "iter_0000002", "prompts_digest": "a", **others}
+    record |= {"solved": solved, "weights_digest": folder.name}
+    (folder / "evaluation.json").write_text(json.dumps(record))
     return folder
 
 
@@ -69,11 +70,21 @@ def test_the_tool_tells_what_each_recipe_lost_and_gained(tool, tmp_path, monkeyp
     ]
 
 
+def test_evaluations_that_do_not_say_what_was_asked_are_refused(tool, tmp_path):
+    folder = evaluation(tmp_path / "bf16", [True], method="bf16")
+    record = json.loads((folder / "evaluation.json").read_text())
+    del record["prompts_digest"]
+    (folder / "evaluation.json").write_text(json.dumps(record))
+    with pytest.raises(ValueError, match="bf16 does not say which prompts"):
+        tool.compared(folder, [evaluation(tmp_path / "vanilla", [True])])
+
+
 @pytest.mark.parametrize(
     ("reference", "other", "reason"),
     [
         ({"method": "qat"}, {}, "must be bf16"),
         ({"method": "bf16"}, {"checkpoint": "iter_0000004"}, "of iter_0000004, .* of iter_0000002"),
+        ({"method": "bf16"}, {"prompts_digest": "b"}, "vanilla asked other prompts than .*bf16"),
     ],
 )
 def test_evaluations_that_cannot_be_compared_are_refused(tool, tmp_path, reference, other, reason):

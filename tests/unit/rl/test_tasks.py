@@ -1,6 +1,7 @@
 """Prompt files, their split, and the tokenizer made from them."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -10,6 +11,7 @@ from megatron_trace.rl.tasks import (
     CharTokenizer,
     TaskItem,
     encode_prompts,
+    items_digest,
     load_tasks,
     save_tasks,
     split_tasks,
@@ -35,6 +37,14 @@ def test_saved_tasks_load_as_they_were(tmp_path):
         (i.prompt, i.answer, i.task, i.entry) for i in items
     ]
     assert list(tmp_path.glob("**/*.tmp")) == []
+
+
+def test_digest_of_items_sees_prompts_answers_and_order_but_not_where_they_stand():
+    items = [item("1+2="), item("2+2=", "4")]
+    moved = [replace(one, source="elsewhere") for one in items]
+    assert items_digest(moved) == items_digest(items)
+    others = ([item("1+3="), items[1]], [item("1+2=", "4"), items[1]], items[::-1], items[:1])
+    assert len({items_digest(items), *map(items_digest, others)}) == 5
 
 
 @pytest.mark.parametrize(
