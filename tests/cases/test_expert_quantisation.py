@@ -4,7 +4,6 @@ Each test's name starts with the number of its case.
 """
 
 import contextlib
-import importlib.util
 import io
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from megatron_trace.hints import Site
 from megatron_trace.models.hybrid import named_expert_linears
 from megatron_trace.rollout.quantize import calibrated_scales, site_quantisers
 from megatron_trace.testing.assertions import assert_same_bytes
+from megatron_trace.testing.programs import load_program
 from megatron_trace.testing.roundings import recorded_rounding
 from megatron_trace.testing.tiny_rollout import calibration_tokens, tiny_engine, tiny_weights
 from megatron_trace.training.te_rows import LinearCall, moved, pad_rows
@@ -124,11 +124,7 @@ def test_10_experts_padded_to_32_or_64_rows_get_their_own_rows_and_no_others(mul
 
 
 def test_12_the_benchmark_reports_what_a_call_for_one_experts_few_tokens_costs() -> None:
-    spec = importlib.util.spec_from_file_location("bench_formats", TOOLS / "bench_formats.py")
-    assert spec is not None
-    assert spec.loader is not None
-    bench = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(bench)
+    bench = load_program(TOOLS / "bench_formats.py")
     assert {1, 8, 64} <= set(bench.SMALL_TOKENS)
     report = {
         "device": "none",

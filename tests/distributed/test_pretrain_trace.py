@@ -1,6 +1,5 @@
 """Megatron's own training loop on recorded rollouts: the two examples, one after the other."""
 
-import importlib.util
 import os
 import re
 import shutil
@@ -13,6 +12,7 @@ import torch
 from megatron.core import dist_checkpointing
 
 from megatron_trace.rl.tasks import save_tasks
+from megatron_trace.testing.programs import load_program
 from megatron_trace.testing.ranks import run_ranks
 from megatron_trace.testing.single_process import single_process
 from megatron_trace.testing.sums import ITEMS
@@ -74,9 +74,7 @@ def forget_transformer_engine():
 def pretrain_on_rank(rank, flags, folder, ranks):
     """Runs Megatron's loop in a process that belongs to a group already."""
     path = ROOT / "examples" / "pretrain_trace.py"
-    spec = importlib.util.spec_from_file_location("pretrain_trace", path)
-    program = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(program)
+    program = load_program(path)
     os.chdir(folder)
     forget_transformer_engine()
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}

@@ -1,13 +1,13 @@
 """The pages under docs/: links, the flag reference, and the messages that have a cure."""
 
 import dataclasses
-import importlib.util
 import re
 from pathlib import Path
 
 import pytest
 
 from megatron_trace import config, rl_config
+from megatron_trace.testing.programs import load_program
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(
@@ -16,12 +16,7 @@ PAGES = sorted(
 
 
 def tool(name):
-    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_program(ROOT / "tools" / f"{name}.py")
 
 
 def prose(page):

@@ -1,6 +1,5 @@
 """The program that compares recipes on a run of the demo."""
 
-import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -8,23 +7,14 @@ from pathlib import Path
 import pytest
 
 from megatron_trace.rl.html_report.runs import read_run
+from megatron_trace.testing.programs import load_program
 
 ROOT = Path(__file__).parents[3]
 
 
-def load(name, path):
-    spec = importlib.util.spec_from_file_location(name, ROOT / path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # Dataclasses look for their module.
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture(scope="module")
 def tool():
-    return load("ptq_tool", "tools/ptq.py")
+    return load_program(ROOT / "tools" / "ptq.py")
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +22,7 @@ def run_folder(tmp_path_factory):
     """A BF16 run of the demo, of one step on few problems."""
     from megatron_trace.testing.single_process import single_process
 
-    demo = load("tiny_rl_demo", "examples/tiny_rl/run.py")
+    demo = load_program(ROOT / "examples" / "tiny_rl" / "run.py")
     output = tmp_path_factory.mktemp("demo")
     flags = "--warm-start-steps 2 --prompts 2 --samples 2 --held-out 8 --save-every 1 --steps 1"
     options = demo.parse_options([*flags.split(), "--runs", "bf16", "--output", str(output)])

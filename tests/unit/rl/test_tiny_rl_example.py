@@ -1,6 +1,5 @@
 """The demo program, with one or two steps of everything."""
 
-import importlib.util
 import json
 from pathlib import Path
 
@@ -8,6 +7,7 @@ import pytest
 
 from megatron_trace.rl.metrics_log import read_metrics
 from megatron_trace.rl_config import LossConfig
+from megatron_trace.testing.programs import load_program
 from megatron_trace.testing.tiny_tokenizer import save_tiny_tokenizer
 
 PROGRAM = Path(__file__).parents[3] / "examples" / "tiny_rl" / "run.py"
@@ -16,12 +16,7 @@ SMALL = "--warm-start-steps 2 --prompts 2 --samples 2 --held-out 8 --save-every 
 
 @pytest.fixture(scope="module")
 def demo():
-    spec = importlib.util.spec_from_file_location("tiny_rl_run", PROGRAM)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_program(PROGRAM)
 
 
 @pytest.fixture

@@ -1,8 +1,7 @@
 """Runs of methods side by side: what a plan says, resumption of evaluations, and what fails."""
 
-import importlib.util
 import json
-import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
@@ -11,10 +10,14 @@ import pytest
 import torch
 
 from megatron_trace.models.hybrid import HybridModules, build_hybrid_model
+from megatron_trace.rl.asynchronous import AsyncSettings
 from megatron_trace.rl.run_record import RunRecord
+from megatron_trace.rl.tasks import TaskItem
 from megatron_trace.study import method_runs
 from megatron_trace.study.method_runs import VARIANTS, HeldOutLog, RunPlan
 from megatron_trace.study.perturbation import perturb_layers
+from megatron_trace.study.task_mix import with_running_sums
+from megatron_trace.testing.programs import load_program
 from megatron_trace.testing.single_process import tiny_moe_config
 
 TOOL = Path(__file__).parents[3] / "tools" / "method_runs.py"
@@ -22,19 +25,14 @@ TOOL = Path(__file__).parents[3] / "tools" / "method_runs.py"
 
 @pytest.fixture(scope="module")
 def tool() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("method_runs_tool", TOOL)
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_program(TOOL)
 
 
 def options_of(tool: ModuleType, work: Path, *arguments: str) -> Any:
     return tool.parse_options(["--work", str(work), "--out", str(work / "out"), *arguments])
 
 
-@pytest.mark.parametrize("setting", ["cpu", "h200"])
+@pytest.mark.parametrize("setting", ["cpu", "cpu-long", "h200"])
 def test_every_variant_has_settings_that_contradict_nothing(tool: ModuleType, setting: str) -> None:
     base = tool.SETTINGS[setting].base
     for name in VARIANTS:
@@ -94,6 +92,32 @@ def test_a_run_that_fails_does_not_keep_the_others_from_being_made(
     assert sorted(tool.make_runs(options, plans)) == ["qat, seed 0", "qat, seed 1"]
     for plan in plans:
         assert "--in-process" in (plan.folder(tmp_path) / "log.txt").read_text()
+
+
+def test_a_run_whose_samples_would_be_in_flight_when_it_is_saved_is_refused(
+    tool: ModuleType,
+) -> None:
+    base = tool.SETTINGS["cpu-long"].base
+    with pytest.raises(ValueError, match="multiples of drain_every=15"):
+        RunPlan("qat", 0, 40, base, ahead=AsyncSettings(drain_every=15))
+    with pytest.raises(ValueError, match="multiples of drain_every=0"):
+        RunPlan("qat", 0, 40, base, ahead=AsyncSettings())
+
+
+def test_a_run_ahead_is_another_run_than_one_in_turn(tool: ModuleType) -> None:
+    base = tool.SETTINGS["cpu-long"].base
+    ahead = RunPlan("qat", 0, 40, base, ahead=AsyncSettings(drain_every=20)).identity
+    in_turn = RunPlan("qat", 0, 40, base).identity
+    assert ahead.pop("asynchronous")["max_version_lag"] == 3
+    assert ahead == in_turn
+
+
+def test_running_sums_are_written_a_line_each_and_end_with_the_answer() -> None:
+    entry = {"answer": "10", "metadata": {"expression": "6 - 14 + 8 + 10"}}
+    item = TaskItem("6-14+8+10=", "10", "chain_sum", entry)
+    assert with_running_sums(item) == replace(item, answer="-14=-8\n+8=0\n+10=10\n10")
+    with pytest.raises(ValueError, match="its sum is 10, its answer 9"):
+        with_running_sums(replace(item, entry=entry | {"answer": "9"}))
 
 
 def test_h200_without_problems_is_refused(tool: ModuleType) -> None:
