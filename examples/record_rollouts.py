@@ -34,6 +34,7 @@ from megatron.training.checkpointing import get_checkpoint_tracker_filename as t
 
 from megatron_trace import compat
 from megatron_trace.arguments import (
+    add_cuda_graphs_argument,
     add_task_arguments,
     add_trace_arguments,
     task_config_from_args,
@@ -90,9 +91,7 @@ def add_sampling_arguments(parser: ArgumentParser) -> Any:
         help="most likely tokens kept at each position, for --trace-objective score_centering",
     )
     group.add_argument("--rollout-requests", type=int, default=64, help="at a time, default 64")
-    group.add_argument(
-        "--rollout-cuda-graphs", action="store_true", help="capture decode steps, docs/rollout.md"
-    )
+    add_cuda_graphs_argument(group)
     return group
 
 

@@ -6,8 +6,9 @@ import dataclasses
 import inspect
 import re
 import typing
-from argparse import ArgumentParser, Namespace
+from argparse import Action, ArgumentParser, Namespace
 
+import torch
 from megatron.training.argument_utils import ArgumentGroupFactory
 
 from megatron_trace.config import RecordedConfig, TraceConfig
@@ -85,6 +86,29 @@ def add_task_arguments(parser: ArgumentParser) -> ArgumentParser:
         The same parser.
     """
     return _add_flags(parser, TaskConfig, "trace, task of one's own")
+
+
+class _OnGpu(Action):
+    """A flag without value that ends the program where there is no GPU for what it asks for."""
+
+    def __init__(self, *args: typing.Any, **kwargs: typing.Any) -> None:
+        super().__init__(*args, nargs=0, default=False, **kwargs)
+
+    def __call__(
+        self, parser: ArgumentParser, args: Namespace, values: object, flag: str | None = None
+    ) -> None:
+        if not torch.cuda.is_available():
+            parser.exit(2, f"error: {flag} requires a GPU, and there is none; leave it out\n")
+        setattr(args, self.dest, True)
+
+
+def add_cuda_graphs_argument(group: typing.Any) -> None:
+    """Adds `--rollout-cuda-graphs` to a parser or group of flags."""
+    group.add_argument(
+        "--rollout-cuda-graphs",
+        action=_OnGpu,
+        help="capture decode steps in CUDA graphs, which requires a GPU; docs/rollout.md",
+    )
 
 
 def add_recorded_arguments(parser: ArgumentParser) -> ArgumentParser:

@@ -47,6 +47,7 @@ import torch
 from tqdm import tqdm
 
 from megatron_trace.arguments import (
+    add_cuda_graphs_argument,
     add_health_arguments,
     add_loss_arguments,
     add_task_arguments,
@@ -137,6 +138,7 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--hint-files", action="store_true", help="hints in files under --output, not in memory"
     )
+    add_cuda_graphs_argument(parser)
     parser.add_argument(
         "--async-lag",
         type=int,
@@ -198,6 +200,7 @@ def run_settings(options: argparse.Namespace, name: str, seed: int) -> RunSettin
         micro_batch_samples=128,
         max_response_tokens=options.max_response_tokens,
         context=options.context,
+        cuda_graphs=options.rollout_cuda_graphs,
         seed=seed,
     )
 

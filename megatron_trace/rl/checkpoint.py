@@ -110,7 +110,8 @@ def resume(run: RlRun, checkpoint: str | Path, *, identity: Mapping[str, Any]) -
     """Brings a run that was just built, or whose step failed, to the state of a checkpoint.
 
     The engine takes the saved scales, and the saved weights are pushed again; later steps then
-    equal those of a run that was never stopped.
+    equal those of a run that was never stopped. Settings that did not exist yet when it was saved
+    had their defaults.
 
     Args:
         run: A run with the same settings; hints that it has not trained on are dropped.
@@ -122,8 +123,11 @@ def resume(run: RlRun, checkpoint: str | Path, *, identity: Mapping[str, Any]) -
     """
     checkpoint = Path(checkpoint)
     record = _verified_record(checkpoint)
+    defaults = {field.name: field.default for field in fields(RunSettings)}
     for name in sorted(record["identity"].keys() | dict(identity).keys()):
         saved, own = record["identity"].get(name), _plain(identity.get(name))
+        if name not in record["identity"] and own == defaults.get(name):
+            continue
         if saved != own:
             raise ValueError(
                 f"{checkpoint} is of another run: {name} was {saved!r}, now it is {own!r}; resume "

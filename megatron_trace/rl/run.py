@@ -28,6 +28,7 @@ from megatron_trace.rl.task import ReasoningGymTask, Task
 from megatron_trace.rl.tasks import TaskItem, encode_prompts
 from megatron_trace.rl.tokenizer import Tokenizer
 from megatron_trace.rl_config import HealthConfig, LossConfig
+from megatron_trace.rollout.decode_graphs import require_static_experts
 from megatron_trace.rollout.engine import RolloutEngine
 from megatron_trace.rollout.sampling import SamplingSettings
 from megatron_trace.rollout.weights import plain_digest
@@ -61,6 +62,7 @@ class RunSettings:
         max_response_tokens: Tokens of a response, its end token included.
         context: Tokens that the model can hold.
         max_requests: Samples that the engine generates at a time.
+        cuda_graphs: Whether its decode steps are captured in CUDA graphs, which takes a GPU.
         temperature: Temperature of the sampling.
         answer_format: How the answer is extracted from a response.
         seed: Decides the order of prompts and every sampling seed.
@@ -80,6 +82,7 @@ class RunSettings:
     max_response_tokens: int = 8
     context: int = 64
     max_requests: int = 64
+    cuda_graphs: bool = False
     temperature: float = 1.0
     answer_format: AnswerFormat = "whole"
     seed: int = 0
@@ -106,6 +109,8 @@ class RunSettings:
                 "pack_samples contradicts trainer_attention=megatron: Megatron's "
                 "DotProductAttention refuses packed sequences; choose sdpa"
             )
+        if self.cuda_graphs:
+            require_static_experts(self.trace)
         loss_settings(self.trace.method, self.loss)
         parse_alarms(self.health)
 
@@ -312,6 +317,7 @@ def build_run(
             trace=settings.trace,
             eod_token=tokenizer.end_token,
             max_requests=settings.max_requests,
+            cuda_graphs=settings.cuda_graphs,
             model_id=model_id,
         )
         return RunParts(model, *build_optimizer(model, settings.optimizer), sites, engine)

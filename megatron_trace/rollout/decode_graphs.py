@@ -26,6 +26,7 @@ from megatron.core.inference.model_inference_wrappers.gpt.gpt_inference_wrapper 
 )
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 
+from megatron_trace.config import TraceConfig
 from megatron_trace.hints import Site
 from megatron_trace.models.hybrid import decoder_layers
 from megatron_trace.rollout.attention import PagedSelfAttention
@@ -270,13 +271,12 @@ def _why_attention_waits(
     return plain_attention.why_not(head_dim, context.params_dtype, device)
 
 
-def require_static_experts(context: RolloutContext) -> None:
+def require_static_experts(trace: TraceConfig) -> None:
     """Checks that the experts' numbers do not depend on shapes that only the device knows.
 
     Raises:
         ValueError: They do.
     """
-    trace = context.sites.trace
     if trace.compensates_residual:
         raise ValueError(
             f"cuda_graphs contradicts method={trace.method}, whose experts choose channels from "

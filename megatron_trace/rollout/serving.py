@@ -184,7 +184,7 @@ class Server:
             decode_sizes=() if graphs is None else graphs.sizes,
         )
         if graphs is not None:
-            require_static_experts(self.context)
+            require_static_experts(sites.trace)
             if graphs.captured:
                 require_capturable(self.context, model)
         self._choose_experts(without_host=graphs is not None)

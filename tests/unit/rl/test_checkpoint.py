@@ -139,6 +139,12 @@ def test_checkpoint_of_another_run_is_refused(saved, change, message):
         checkpoint.resume(None, saved, identity=IDENTITY | change)
 
 
+def test_a_setting_that_did_not_exist_yet_had_its_default(saved, build):
+    checkpoint.resume(build("trace"), saved, identity=IDENTITY | {"cuda_graphs": False})
+    with pytest.raises(ValueError, match="cuda_graphs was None, now it is True"):
+        checkpoint.resume(None, saved, identity=IDENTITY | {"cuda_graphs": True})
+
+
 def cut(path):
     path.write_bytes(path.read_bytes()[:-7])
 
