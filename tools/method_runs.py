@@ -1,6 +1,7 @@
 """RL runs of all methods side by side: makes the missing ones, then the tables of all.
 
     python tools/method_runs.py --setting cpu --processes 2
+    python tools/method_runs.py --setting cpu-long --processes 9
     python tools/method_runs.py --setting h200 --processes 6 --tasks out/moe_100m.jsonl.gz
     python tools/method_runs.py --setting cpu --methods bf16 qat trace --perturb 0.1 --processes 2
     python tools/method_runs.py --setting cpu --report-only
@@ -40,6 +41,7 @@ from pathlib import Path
 import torch
 
 from megatron_trace.models.hybrid import HybridModules, build_hybrid_model
+from megatron_trace.rl.asynchronous import AsyncSettings
 from megatron_trace.rl.run import RunSettings, calibration_batches
 from megatron_trace.rl.run_record import RUN_FILE
 from megatron_trace.rl.tasks import CharTokenizer, TaskItem, load_tasks, save_tasks, split_tasks
@@ -50,15 +52,35 @@ from megatron_trace.study.comparison import logs_of_folders, save_logs
 from megatron_trace.study.comparison_page import write_page
 from megatron_trace.study.locks import locked
 from megatron_trace.study.method_runs import VARIANTS, Problem, RunPlan, base_settings, do_run
-from megatron_trace.study.task_mix import CHAIN_SUMS, items_of_mix
+from megatron_trace.study.task_mix import (
+    CHAIN_SUMS,
+    LONG_CHAIN_SUMS,
+    TaskOfMix,
+    items_of_mix,
+    with_running_sums,
+)
 from megatron_trace.testing.single_process import single_process, tiny_moe_config
 
 PATTERN = "*E*E*E*E"
 CALIBRATION_SAMPLES = 256
-WARM_START = WarmStartSettings(steps=300, batch_size=128, learning_rate=4e-3)
 # Tasks of the 106M MoE that it solves neither always nor hardly ever.
 H200_TASKS = ("chain_sum", "basic_arithmetic", "products", "gcd", "lcm", "letter_counting")
 H200_ITEMS = 20_000
+
+
+@dataclasses.dataclass(frozen=True)
+class DemoStart:
+    """What the demo's MoE is warm-started on, and reinforced on after that.
+
+    Attributes:
+        task: Problems.
+        warm_start: Supervised steps; its seed is the run's.
+        running_sums: Whether answers are written with the sums on the way.
+    """
+
+    task: TaskOfMix
+    warm_start: WarmStartSettings
+    running_sums: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,6 +94,8 @@ class Setting:
         steps: RL steps of a run.
         num_held_out: Held-out problems.
         save_every: Steps between two checkpoints; those of the 106M MoE have 1.5 GB.
+        start: Start of the demo's MoE; None for the 106M MoE.
+        ahead: How far rollouts run ahead; None rolls out and trains in turn.
     """
 
     base: RunSettings
@@ -80,6 +104,8 @@ class Setting:
     steps: int
     num_held_out: int
     save_every: int
+    start: DemoStart | None = None
+    ahead: AsyncSettings | None = None
 
 
 SETTINGS = {
@@ -98,6 +124,32 @@ SETTINGS = {
         steps=120,
         num_held_out=400,
         save_every=20,
+        start=DemoStart(
+            CHAIN_SUMS, WarmStartSettings(steps=300, batch_size=128, learning_rate=4e-3)
+        ),
+    ),
+    "cpu-long": Setting(
+        base_settings(
+            learning_rate=1e-4,
+            prompts_per_step=16,
+            samples_per_prompt=8,
+            micro_batch_samples=128,
+            max_requests=512,
+            max_response_tokens=72,
+            context=96,
+            answer_format="last_line",
+        ),
+        methods=("bf16", "qat", "trace"),
+        seeds=(0, 1, 2),
+        steps=100,
+        num_held_out=400,
+        save_every=20,
+        start=DemoStart(
+            LONG_CHAIN_SUMS,
+            WarmStartSettings(steps=450, batch_size=64, learning_rate=4e-3),
+            running_sums=True,
+        ),
+        ahead=AsyncSettings(max_version_lag=3, drain_every=20),
     ),
     "h200": Setting(
         base_settings(
@@ -150,11 +202,11 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     options.steps = options.steps or setting.steps
     options.name = options.setting + ("-rehearsal" if options.rehearse else "")
     options.work = options.work or Path("out/method_runs") / options.name
-    if options.setting == "cpu" and options.tasks:
-        parser.error("--tasks has no effect on --setting cpu, which makes its own problems")
-    if options.setting == "cpu" and options.rehearse:
+    if setting.start and options.tasks:
+        parser.error(f"--tasks has no effect on --setting {options.setting}: it makes its own")
+    if setting.start and options.rehearse:
         parser.error("--rehearse is for --setting h200")
-    if options.setting == "h200" and not options.tasks and not options.report_only:
+    if not setting.start and not options.tasks and not options.report_only:
         parser.error("--setting h200 needs --tasks; `tools/moe_100m.py tasks FILE` writes them")
     if options.processes < 1 or options.steps < 1 or min(options.perturb) < 0:
         parser.error("--processes and --steps must be >= 1, --perturb >= 0")
@@ -164,7 +216,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def plans_of(options: argparse.Namespace) -> list[RunPlan]:
     """Gives the runs: all seeds of a method before the next, so that pairs are there early."""
     setting = SETTINGS[options.setting]
-    pattern = PATTERN if options.setting == "cpu" else _recipe(options).pattern
+    pattern = PATTERN if setting.start else _recipe(options).pattern
     # By the names that the demo has for them, so that tools/ptq.py reads the runs too.
     problem = {"model": options.setting, "pattern": pattern, "held_out": setting.num_held_out}
     return [
@@ -176,6 +228,7 @@ def plans_of(options: argparse.Namespace) -> list[RunPlan]:
             perturb=perturb,
             save_every=setting.save_every,
             problem=problem,
+            ahead=setting.ahead,
         )
         for perturb in options.perturb
         for method in options.methods
@@ -259,22 +312,28 @@ def run_one(options: argparse.Namespace, plan: RunPlan) -> None:
 
 def problem_of(options: argparse.Namespace, seed: int) -> Problem:
     """Gives model, weights and problems; trains the weights if no run did so before."""
-    return _cpu_problem(options.work, seed) if options.setting == "cpu" else _h200_problem(options)
+    setting = SETTINGS[options.setting]
+    if setting.start is None:
+        return _h200_problem(options)
+    return _demo_problem(setting, setting.start, options.work, seed)
 
 
-def _cpu_problem(work: Path, seed: int) -> Problem:
+def _demo_problem(setting: Setting, start: DemoStart, work: Path, seed: int) -> Problem:
     path = work / "tasks.jsonl"
     with locked(work / "tasks.lock"):
         if not path.exists():
-            save_tasks(path, items_of_mix([CHAIN_SUMS]))
+            items = items_of_mix([start.task])
+            save_tasks(path, map(with_running_sums, items) if start.running_sums else items)
     items = load_tasks(path)
     tokenizer = CharTokenizer.of_tasks(items)
-    num_held_out = SETTINGS["cpu"].num_held_out
-    train_items, held_out = split_tasks(items, num_held_out=num_held_out, seed=0)
+    train_items, held_out = split_tasks(items, num_held_out=setting.num_held_out, seed=0)
     started = work / f"seed-{seed}.pt"
     with locked(work / f"seed-{seed}.lock"):
         if not started.exists():
-            weights = _warm_started(train_items, held_out, tokenizer, seed)
+            settings = dataclasses.replace(start.warm_start, seed=seed)
+            weights = _warm_started(
+                train_items, held_out, tokenizer, settings, context=setting.base.context
+            )
             temporary = started.with_suffix(".tmp")
             torch.save(weights, temporary)
             temporary.rename(started)
@@ -290,17 +349,22 @@ def _cpu_problem(work: Path, seed: int) -> Problem:
 
 
 def _warm_started(
-    items: Sequence[TaskItem], held_out: Sequence[TaskItem], tokenizer: CharTokenizer, seed: int
+    items: Sequence[TaskItem],
+    held_out: Sequence[TaskItem],
+    tokenizer: CharTokenizer,
+    settings: WarmStartSettings,
+    *,
+    context: int,
 ) -> dict[str, torch.Tensor]:
-    torch.manual_seed(seed)
+    torch.manual_seed(settings.seed)
     model = build_hybrid_model(
         tiny_moe_config(PATTERN),
         pattern=PATTERN,
         vocab_size=tokenizer.vocab_size,
-        max_sequence_length=SETTINGS["cpu"].base.context,
+        max_sequence_length=context,
         modules=HybridModules(),
     )
-    warm_start(model, items, tokenizer, dataclasses.replace(WARM_START, seed=seed))
+    warm_start(model, items, tokenizer, settings)
     print(
         f"warm start: held-out accuracy {answer_accuracy(model, held_out, tokenizer):.3f} in FP32"
     )
@@ -314,7 +378,7 @@ def _h200_problem(options: argparse.Namespace) -> Problem:
     tokenizer = CharTokenizer.of_tasks(items)
     # As the training split them, so that no held-out problem was ever seen.
     split = split_tasks(items, num_held_out=min(moe_100m.NUM_HELD_OUT, len(items) // 10), seed=0)
-    train_items, held_out = ([item for item in part if _fits(item, setting.base)] for part in split)
+    train_items, held_out = ([item for item in part if fits(item, setting.base)] for part in split)
     return Problem(
         model.config,
         model.pattern,
@@ -330,7 +394,8 @@ def _recipe(options: argparse.Namespace) -> Recipe:
     return moe_100m.REHEARSAL if options.rehearse else moe_100m.RECIPE
 
 
-def _fits(item: TaskItem, settings: RunSettings) -> bool:
+def fits(item: TaskItem, settings: RunSettings) -> bool:
+    """Whether a problem is one of h200, and has room for prompt and answer."""
     room = settings.max_response_tokens
     return (
         item.task in H200_TASKS

@@ -14,7 +14,7 @@ if TYPE_CHECKING:  # Exporting tasks needs this module, but not torch.
 from megatron_trace.rl.tasks import TaskItem
 from megatron_trace.rl.tokenizer import Tokenizer
 
-AnswerFormat = Literal["whole", "tagged"]
+AnswerFormat = Literal["whole", "tagged", "last_line"]
 
 
 def answer_of(text: str, answer_format: AnswerFormat) -> str | None:
@@ -26,10 +26,14 @@ def answer_of(text: str, answer_format: AnswerFormat) -> str | None:
     Args:
         text: The response, without its end token.
         answer_format: `whole`: the response is the answer. `tagged`: the last
-            <answer>...</answer> is.
+            <answer>...</answer> is. `last_line`: what follows the last line break is, or the
+            response where it has none.
     """
-    answer = extract_tagged_answer(text) if answer_format == "tagged" else text.strip()
-    return answer or None
+    if answer_format == "tagged":
+        return extract_tagged_answer(text) or None
+    if answer_format == "last_line":
+        text = text.rpartition("\n")[2]
+    return text.strip() or None
 
 
 def score_answer(answer: str | None, item: TaskItem) -> float:

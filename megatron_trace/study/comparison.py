@@ -13,7 +13,7 @@ import gzip
 import json
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,10 @@ COLUMNS = (
     "health.router_disagreement",
     "health.guard_rejections",
     "health.saturation",
+    "health.lag_mean",
+    "health.lag_max",
+    "groups_with_spread",
+    "unfinished",
     "seconds.rollout",
     "seconds.train",
 )
@@ -81,6 +85,17 @@ class RunLog:
     def num_steps(self) -> int:
         """Steps that it logged."""
         return len(self.steps["reward"])
+
+    def without_lag(self) -> RunLog:
+        """Gives the log of the steps whose samples are all of the policy that they train.
+
+        With rollouts ahead of the training these are few, one for each time that the run drains.
+        """
+        lags = self.steps["health.lag_max"]
+        kept = [row for row, lag in enumerate(lags) if lag == 0]
+        return replace(
+            self, steps={name: [column[row] for row in kept] for name, column in self.steps.items()}
+        )
 
     def solved(self, served: str = "") -> dict[int, NDArray[np.float64]]:
         """Gives which problems were solved, [N] of 0 or 1, by steps done.
@@ -288,6 +303,29 @@ def held_out_difference(
     """Gives the final accuracy of a method minus another's, on the same problems and seeds."""
     paired = _paired_solved(method, other, served_other)
     return None if paired is None else interval(_two_level(paired[1][:, -1:])[:, 0])
+
+
+def held_out_change(
+    logs: Sequence[RunLog], other: Sequence[RunLog] | None = None
+) -> Interval | None:
+    """Gives the accuracy after all steps minus that at the first evaluation, of the same runs.
+
+    Args:
+        logs: Runs of one name.
+        other: Runs of another, whose change on the same problems and seeds is subtracted.
+    """
+    changes = {log.seed: _change(log) for log in logs if log.is_whole and log.solved()}
+    if other is not None:
+        theirs = {log.seed: _change(log) for log in other if log.is_whole and log.solved()}
+        changes = {seed: changes[seed] - theirs[seed] for seed in changes if seed in theirs}
+    if not changes:
+        return None
+    return interval(_two_level(np.stack(list(changes.values()))[:, None])[:, 0])
+
+
+def _change(log: RunLog) -> NDArray[np.float64]:
+    solved = log.solved()
+    return solved[max(solved)] - solved[min(solved)]
 
 
 def _paired_solved(

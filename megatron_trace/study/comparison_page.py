@@ -14,6 +14,7 @@ from megatron_trace.study.comparison import (
     drift_step,
     fifth,
     held_out_accuracy,
+    held_out_change,
     held_out_difference,
     paired_difference,
     paired_log_ratio,
@@ -50,6 +51,8 @@ def write_page(path: Path, title: str, logs: Sequence[RunLog], *, command: str) 
             f"### Methods\n\n{_methods(groups, suffix)}",
             f"### Gap between rollout and training\n\n{_gaps(groups, suffix)}",
         ]
+        if any(lag > 0 for log in chosen for lag in log.steps["health.lag_max"]):
+            parts.append(f"### Steps without lag\n\n{_without_lag(groups, suffix)}")
         if f"{REFERENCE}{suffix}" in groups:
             parts.append(f"### Final policies served in {FP4}\n\n{_served(groups, suffix)}")
     parts.append(f"## Runs\n\n{_runs(logs)}")
@@ -78,6 +81,7 @@ def _methods(groups: dict[str, list[RunLog]], suffix: str) -> str:
         "reward, last",
         "held-out, before",
         "held-out, after",
+        "after, minus before",
         "after, minus bf16's",
         "drift at step",
         "collapse at step",
@@ -95,6 +99,7 @@ def _methods(groups: dict[str, list[RunLog]], suffix: str) -> str:
                 _over_seeds(whole, "reward", last=True),
                 _interval(held_out_accuracy(logs, last=False)),
                 _interval(held_out_accuracy(logs, last=True)),
+                _interval(held_out_change(logs)),
                 _interval(held_out_difference(logs, reference)) if is_other else "-",
                 _steps(logs, "gap.mean", drift_step),
                 _steps(logs, "reward", collapse_step),
@@ -136,6 +141,37 @@ def _gaps(groups: dict[str, list[RunLog]], suffix: str) -> str:
                 _over_seeds(whole, "importance_ratio_std", last=True),
                 _over_seeds(whole, "health.nearest_mismatch", last=True),
                 _over_seeds(whole, "health.router_disagreement", last=True),
+            )
+        )
+    return _table(head, rows)
+
+
+def _without_lag(groups: dict[str, list[RunLog]], suffix: str) -> str:
+    """Gives what the arithmetic alone does: these gaps have no part of an older policy."""
+    fresh = {
+        name: [log.without_lag() for log in logs if log.is_whole] for name, logs in groups.items()
+    }
+    baseline = fresh.get(f"{BASELINE}{suffix}", [])
+    head = (
+        "method",
+        "mean lag of all steps (versions)",
+        "steps without lag",
+        "their gap, first fifth (nats)",
+        "last fifth",
+        "last fifth / qat's",
+    )
+    rows = []
+    for name, logs in fresh.items():
+        is_other = name != f"{BASELINE}{suffix}"
+        means = [fifth(log.steps["health.lag_mean"], last=True) for log in groups[name]]
+        rows.append(
+            (
+                name,
+                _spread(spread_of(means)),
+                " / ".join(str(log.num_steps) for log in logs) or "-",
+                _over_seeds(logs, "gap.mean", last=False),
+                _over_seeds(logs, "gap.mean", last=True),
+                _ratio(paired_log_ratio(logs, baseline, "gap.mean")) if is_other else "1",
             )
         )
     return _table(head, rows)

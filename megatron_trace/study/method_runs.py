@@ -22,6 +22,7 @@ from megatron.core.transformer import TransformerConfig
 
 from megatron_trace.config import TraceConfig
 from megatron_trace.rl import checkpoint
+from megatron_trace.rl.asynchronous import AsyncRollouts, AsyncSettings
 from megatron_trace.rl.health import must_stop
 from megatron_trace.rl.metrics_log import MetricsLog
 from megatron_trace.rl.optimizer import OptimizerSettings
@@ -102,6 +103,7 @@ class RunPlan:
         evaluate_every: Steps between two evaluations on the held-out problems.
         save_every: Steps between two checkpoints.
         problem: Facts that tell the weights and problems from others.
+        ahead: How far rollouts run ahead of the training; None rolls out and trains in turn.
     """
 
     variant: str
@@ -112,6 +114,16 @@ class RunPlan:
     evaluate_every: int = 20
     save_every: int = 20
     problem: Mapping[str, Any] = field(default_factory=dict)
+    ahead: AsyncSettings | None = None
+
+    def __post_init__(self) -> None:
+        """Raises ValueError if samples were in flight when the engine evaluates or is saved."""
+        drains = self.ahead.drain_every if self.ahead else 1
+        if not drains or self.evaluate_every % drains or self.save_every % drains:
+            raise ValueError(
+                f"evaluate_every={self.evaluate_every} and save_every={self.save_every} must be "
+                f"multiples of drain_every={drains}: neither is possible with samples in flight"
+            )
 
     @property
     def name(self) -> str:
@@ -136,6 +148,8 @@ class RunPlan:
             "served": VARIANTS[self.variant].served,
             "evaluate_every": self.evaluate_every,
         }
+        if self.ahead is not None:
+            own["asynchronous"] = dataclasses.asdict(self.ahead)
         return dataclasses.asdict(self.settings) | own | dict(self.problem)
 
     def folder(self, work: Path) -> Path:
@@ -173,11 +187,14 @@ def do_run(plan: RunPlan, problem: Problem, work: Path) -> None:
     with record.running():
         held_out.evaluate(run, problem.held_out, every=plan.evaluate_every, steps=plan.steps)
         log = MetricsLog(folder / "metrics.jsonl", first_step=run.progress.step)
+        rollouts = plan.ahead and AsyncRollouts(run, plan.ahead, num_steps=plan.steps)
         while run.progress.step < plan.steps:
-            metrics = rl_step(run)
+            metrics = rollouts.step(run) if rollouts else rl_step(run)
             log.append(metrics)
             held_out.evaluate(run, problem.held_out, every=plan.evaluate_every, steps=plan.steps)
             stops = must_stop(metrics)
+            if stops and rollouts:
+                rollouts.abandon()
             done = run.progress.step
             if run.progress.num_updates and (
                 stops or done == plan.steps or done % plan.save_every == 0

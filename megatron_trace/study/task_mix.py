@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron_trace.rl.tasks import TaskItem
@@ -33,6 +33,32 @@ CHAIN_SUMS = TaskOfMix(
     {"min_terms": 3, "max_terms": 4, "min_digits": 1, "max_digits": 1},
     size=60_000,
 )
+
+# Eight to ten of them, for answers that are written with all steps: `with_running_sums`.
+LONG_CHAIN_SUMS = TaskOfMix(
+    "chain_sum",
+    "{metadata[expression]}=",
+    {"min_terms": 8, "max_terms": 10, "min_digits": 1, "max_digits": 1},
+)
+
+
+def with_running_sums(item: TaskItem) -> TaskItem:
+    """Gives a chain_sum item whose answer has every sum on the way, a line each, before it.
+
+    "6-4+8=" is answered by the lines "-4=2", "+8=10" and "10". The entry stays, so that the scorer
+    of reasoning-gym judges the last line (`answer_format="last_line"`), and no other.
+
+    Raises:
+        ValueError: The last sum is not the answer of the entry.
+    """
+    first, *rest = item.entry["metadata"]["expression"].split()
+    total, lines = int(first), []
+    for sign, number in zip(rest[::2], rest[1::2], strict=True):
+        total += int(sign + number)
+        lines.append(f"{sign}{number}={total}")
+    if str(total) != item.entry["answer"]:
+        raise ValueError(f"{item}: its sum is {total}, its answer {item.entry['answer']}")
+    return replace(item, answer="\n".join([*lines, str(total)]))
 
 
 def items_of_mix(

@@ -35,6 +35,9 @@ def sample(response):
         ("so <answer>4</answer> no, <answer> 3 </answer>.", "tagged", "3"),
         ("the answer is 3", "tagged", None),
         ("<answer></answer>", "tagged", None),
+        ("7\n12\n3", "last_line", "3"),
+        ("3", "last_line", "3"),
+        ("7\n12\n", "last_line", None),
     ],
 )
 def test_extracted_answer(text, answer_format, answer):

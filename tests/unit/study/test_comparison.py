@@ -125,6 +125,39 @@ def test_a_difference_of_equal_answers_has_no_width() -> None:
     assert (found.value, found.low, found.high) == (0.0, 0.0, 0.0)
 
 
+def test_a_change_is_from_the_first_evaluation_to_the_last_of_the_same_run() -> None:
+    logs = [
+        log_of("qat", 0, solved={0: "1100", 20: "0000", 40: "1110"}),
+        log_of("qat", 1, solved={0: "1111", 40: "1100"}),
+    ]
+    found = comparison.held_out_change(logs)
+    assert found is not None
+    assert found.value == pytest.approx((1 - 2) / 8)
+    other = [log_of("bf16", 1, solved={0: "0000", 40: "1000"})]
+    less = comparison.held_out_change(logs, other)
+    assert less is not None
+    assert less.value == pytest.approx((-2 - 1) / 4)
+
+
+def test_steps_without_lag_are_those_whose_samples_are_all_of_the_policy_they_train() -> None:
+    log = log_of("trace", 0, rewards=[0.1, 0.2, 0.3, 0.4], gaps=[1.0, 2.0, 3.0, 4.0])
+    log.steps["health.lag_max"] = [0.0, 3.0, 0.0, math.nan]
+    fresh = log.without_lag()
+    assert (fresh.steps["gap.mean"], fresh.num_steps) == ([1.0, 3.0], 2)
+    assert log.num_steps == 4
+
+
+def test_the_page_has_the_gap_without_lag_where_rollouts_run_ahead(tmp_path: Path) -> None:
+    logs = [
+        log_of(name, 0, gaps=gaps) for name, gaps in (("qat", [2.0, 9.0]), ("trace", [1.0, 9.0]))
+    ]
+    for log in logs:
+        log.steps.update({"health.lag_max": [0.0, 3.0], "health.lag_mean": [0.0, 2.5]})
+    write_page(tmp_path / "page.md", "Title", logs, command="make")
+    text = (tmp_path / "page.md").read_text()
+    assert "| trace | 2.5 | 1 | 1 | 1 | 0.5 |" in text
+
+
 def test_folders_give_logs_that_survive_their_file(tmp_path: Path) -> None:
     folder = tmp_path / "work" / "seed-3" / "qat"
     folder.mkdir(parents=True)
