@@ -6,9 +6,10 @@
 Layers of a published model with random weights (FP4 experts and KV cache, hints of the latter half
 at one bit), the engine's own steps: scheduling, forward, recording, sampling, bookkeeping. Requests
 are moved to a length with random keys, values and states (`testing/long_decode.py`). Each round
-times so many steps without and with recording, in one process and on one server; printed is the
-median over the rounds. `one by one` are Megatron's experts, which wait for the device; `kernels`
-are the padded steps that are captured, launched kernel by kernel; `graphs` replays them.
+times so many steps without and with recording, or the other way round, in one process and on one
+server; printed is the median over the rounds. `one by one` are Megatron's experts, which wait for
+the device; `kernels` are the padded steps that are captured, launched kernel by kernel; `graphs`
+replays them. `--profile` tells by kernel what recording adds on the device, and where the host is.
 """
 
 # ruff: noqa: E402  The stand-in for the CUDA runtime must be installed before Megatron is imported.
@@ -19,8 +20,10 @@ from megatron_trace.testing import cpu_runtime
 cpu_runtime.install()
 
 import argparse
+import contextlib
 import cProfile
 import dataclasses
+import faulthandler
 import gc
 import io
 import json
@@ -55,6 +58,12 @@ PAGE_TOKENS = 64
 WARM_UP = 4
 E4M3_ONE = 0x38
 FORWARDS = {"one by one": None, "kernels": False, "graphs": True}
+STARTED = time.perf_counter()
+
+
+def say(text: str) -> None:
+    """Prints what is done, and when."""
+    print(f"{time.perf_counter() - STARTED:.1f} s: {text}", flush=True)
 
 
 def policy_of(options: argparse.Namespace) -> ServedPolicy:
@@ -131,8 +140,10 @@ class Batch:
             raise ValueError(f"{WARM_UP} + {steps} steps do not stay within a page")
         self.server, self.batch, self.context, self.steps = server, batch, context, steps
 
-    def step_ms(self, *, keep: bool, profile: cProfile.Profile | None = None) -> float:
-        """Gives the time of a step, with or without recording."""
+    def step_ms(
+        self, *, keep: bool, during: contextlib.AbstractContextManager[Any] | None = None
+    ) -> float:
+        """Gives the time of a step, with or without recording; `during` is entered meanwhile."""
         server, count = self.server, self.batch
         sampling = SamplingSettings(max_new_tokens=server.context.max_sequence_length)
         with server.computing():
@@ -149,15 +160,12 @@ class Batch:
             for _ in range(WARM_UP):
                 run.step()
             torch.cuda.synchronize()
-            if profile is not None:
-                profile.enable()
-            started = time.perf_counter()
-            for _ in range(self.steps):
-                run.step()
-            torch.cuda.synchronize()
-            elapsed_ms = 1000 * (time.perf_counter() - started)
-            if profile is not None:
-                profile.disable()
+            with during or contextlib.nullcontext():
+                started = time.perf_counter()
+                for _ in range(self.steps):
+                    run.step()
+                torch.cuda.synchronize()
+                elapsed_ms = 1000 * (time.perf_counter() - started)
             server.reset()
         return elapsed_ms / self.steps
 
@@ -167,8 +175,14 @@ def measured(policy: ServedPolicy, options: argparse.Namespace, batch: int, name
     server = server_of(policy, batch, FORWARDS[name])
     decode = Batch(server, batch, options.context, options.steps)
     for keep in (False, True):  # Compiles, and captures.
-        decode.step_ms(keep=keep)
-    rounds = [[decode.step_ms(keep=keep) for keep in (False, True)] for _ in range(options.rounds)]
+        say(f"batch {batch}, {name}, recording {keep}: first {decode.step_ms(keep=keep):.2f} ms")
+    rounds = []
+    for number in range(options.rounds):
+        # What comes first in a round changes, so that a drift adds to neither.
+        order = (False, True) if number % 2 == 0 else (True, False)
+        times = {keep: decode.step_ms(keep=keep) for keep in order}
+        rounds.append([times[False], times[True]])
+        say(f"batch {batch}, {name}: off {times[False]:.3f} ms, on {times[True]:.3f} ms")
     off, on = (statistics.median(column) for column in zip(*rounds, strict=True))
     recorder = policy.sites.recorder
     row = {
@@ -184,12 +198,32 @@ def measured(policy: ServedPolicy, options: argparse.Namespace, batch: int, name
         "ring_waits": recorder.num_waits,
     }
     if options.profile == name:
-        profile = cProfile.Profile()
-        decode.step_ms(keep=True, profile=profile)
-        text = io.StringIO()
-        pstats.Stats(profile, stream=text).sort_stats("tottime").print_stats(22)
-        print(f"host, batch {batch}, {decode.steps} steps:\n{text.getvalue()}", flush=True)
+        tell_profiles(decode)
     return row
+
+
+def tell_profiles(decode: Batch) -> None:
+    """Prints what recording adds on the device by kernel, and where the host spends its time."""
+    kinds = torch.profiler.ProfilerActivity
+    kind = kinds.CUDA if torch.cuda.is_available() else kinds.CPU
+    clock = "self_device_time_total" if kind == kinds.CUDA else "self_cpu_time_total"
+    times = []
+    for keep in (False, True):
+        profiler = torch.profiler.profile(activities=[kind])
+        decode.step_ms(keep=keep, during=profiler)
+        times.append({event.key: getattr(event, clock) for event in profiler.key_averages()})
+    off, on = times
+    added = {key: (on.get(key, 0.0) - off.get(key, 0.0)) / decode.steps for key in off | on}
+    total = sum(off.values()) / decode.steps
+    say(f"device, us a step: {total:.0f} without recording, which adds {sum(added.values()):.1f}")
+    for key in sorted(added, key=lambda key: -abs(added[key]))[:16]:
+        print(f"  {added[key]:+8.1f} to {off.get(key, 0.0) / decode.steps:8.1f}  {key[:90]}")
+    for keep in (False, True):
+        profile = cProfile.Profile()
+        decode.step_ms(keep=keep, during=profile)
+        text = io.StringIO()
+        pstats.Stats(profile, stream=text).sort_stats("tottime").print_stats(25)
+        say(f"host, {decode.steps} steps, recording {keep}:\n{text.getvalue()}")
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -211,30 +245,38 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--context", type=int, default=8192, help="tokens of each request")
     parser.add_argument("--steps", type=int, default=50, help="that are timed at once, default 50")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--forwards", nargs="+", choices=FORWARDS, default=["kernels", "graphs"])
+    parser.add_argument(
+        "--forwards", nargs="+", choices=FORWARDS, help="default graphs, with --cpu kernels"
+    )
     parser.add_argument("--no-check-finite", action="store_true")
-    parser.add_argument("--profile", choices=FORWARDS, help="print where the host's time goes")
+    parser.add_argument("--profile", choices=FORWARDS, help="of which forward, see above")
+    parser.add_argument(
+        "--stacks-s", type=float, default=60.0, help="print all stacks so often, default 60"
+    )
     parser.add_argument("--cpu", action="store_true", help="try the tool without a GPU")
     parser.add_argument("--json", type=Path, help="file that gets the numbers")
     options = parser.parse_args(arguments)
     if not options.cpu and not torch.cuda.is_available():
         parser.error("no CUDA device is visible; --cpu tries the tool")
-    if options.cpu:
-        FORWARDS["graphs"] = False
+    options.forwards = options.forwards or ["kernels" if options.cpu else "graphs"]
+    if options.cpu and "graphs" in options.forwards:
+        parser.error("--forwards graphs requires a GPU, which --cpu goes without")
+    faulthandler.dump_traceback_later(options.stacks_s, repeat=True)
     rows = []
     with single_process(seed=0):
-        started = time.perf_counter()
         policy = policy_of(options)
-        print(f"built in {time.perf_counter() - started:.1f} s", flush=True)
+        torch.cuda.synchronize()
+        say("built")
         for name in options.forwards:
             for batch in options.batches:
                 rows.append(measured(policy, options, batch, name))
-                print(f"{time.perf_counter() - started:.1f} s:", json.dumps(rows[-1]), flush=True)
+                say(json.dumps(rows[-1]))
                 if options.json:
                     facts = {"machine": torch.cuda.get_device_name(), "torch": torch.__version__}
                     facts |= {name: str(value) for name, value in vars(options).items()}
                     options.json.write_text(json.dumps({"facts": facts, "rows": rows}, indent=1))
                 gc.collect()
+    faulthandler.cancel_dump_traceback_later()
     for row in rows:
         print(
             f"batch {row['batch']:4d}  {row['forward']:10s}  off {row['off_ms']:7.3f} ms  on "
