@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
 
 from megatron_trace.formats import NVFP4, unpack_codes
 from megatron_trace.rollout.kernels import reference
-from megatron_trace.rollout.pages import PackedPages, PageLayout, Pages
+from megatron_trace.rollout.pages import PackedPages, PageLayout, Pages, ReadablePages
 from megatron_trace.testing.assertions import assert_same_bytes
 
 # Head dim, tokens of a page, key/value heads, query heads of each, tokens of the requests.
@@ -163,28 +164,34 @@ def plain_cache(cache: PackedCache) -> tuple[Pages, Pages]:
 
 def exact_plain_attention(cache: PackedCache, keys: Pages, values: Pages) -> torch.Tensor:
     """Gives attention in FP64 over plain pages of a cache, [T, N, D]."""
-    return reference.paged_attention(
-        cache.query.double(),
-        Pages(keys.stored.double()),
-        Pages(values.stored.double()),
-        cache.cu_query_lengths,
-        cache.lengths,
-        cache.block_table,
-        cache.scale,
-    )
+    return _attention(cache, Pages(keys.stored.double()), Pages(values.stored.double()))
 
 
 def exact_attention(cache: PackedCache) -> torch.Tensor:
     """Gives attention in FP64 over the cache's exact values, [T, N, D]."""
-    return reference.paged_attention(
-        cache.query.double(),
-        _Exact(cache.keys),
-        _Exact(cache.values),
-        cache.cu_query_lengths,
-        cache.lengths,
-        cache.block_table,
-        cache.scale,
-    )
+    return _attention(cache, _Exact(cache.keys), _Exact(cache.values))
+
+
+def _attention(cache: PackedCache, keys: ReadablePages, values: ReadablePages) -> torch.Tensor:
+    """Gives attention in FP64, of one request after the other.
+
+    All at once, each would take the memory of the longest: 60 requests of a token beside one of
+    20,000 took 120 GiB.
+    """
+    query = cache.query.double()
+    output = torch.zeros_like(query)
+    starts = cache.cu_query_lengths.tolist()
+    for row, (start, end) in enumerate(pairwise(starts)):
+        output[start:end] = reference.paged_attention(
+            query[start:end],
+            keys,
+            values,
+            cache.cu_query_lengths[row : row + 2] - start,
+            cache.lengths[row : row + 1],
+            cache.block_table[row : row + 1],
+            cache.scale,
+        )
+    return output
 
 
 def assert_append_equals_reference(
