@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from megatron_trace.models.local_config import architecture_config
 from megatron_trace.rl.optimizer import OptimizerSettings, build_optimizer
 from megatron_trace.testing.recorded_samples import calibrate, random_samples, record
 from megatron_trace.testing.tiny_trainer import RecordedRollout
+from megatron_trace.training.micro_batch import MicroBatch
 from megatron_trace.training.model import build_trainer_model
 from megatron_trace.training.sites import TraceSites
 
@@ -79,9 +82,10 @@ class Trainer:
         model: The model.
         sites: Its `TraceSites`.
         files: Where its hints are.
-        first: Milliseconds of each round's first micro-batch.
-        later: Of all others.
-        host: Milliseconds in which the host handed over each of these.
+        stream: Its micro-batches without end, once it reads.
+        turns: By kind of turn, the milliseconds of each micro-batch of each turn.
+        host: Milliseconds in which the host handed over each micro-batch that counts.
+        waited: Milliseconds in which it waited for what each of these reads.
         peak_bytes: Most bytes on the device beyond those before the micro-batch.
     """
 
@@ -89,10 +93,16 @@ class Trainer:
     model: Any
     sites: TraceSites
     files: HintFiles
-    first: list[float] = field(default_factory=list)
-    later: list[float] = field(default_factory=list)
+    stream: Iterator[MicroBatch] | None = None
+    turns: dict[str, list[list[float]]] = field(default_factory=dict)
     host: list[float] = field(default_factory=list)
+    waited: list[float] = field(default_factory=list)
     peak_bytes: int = 0
+
+    @functools.cached_property
+    def parameters(self) -> list[Any]:
+        """Its parameters, found once."""
+        return list(self.model.parameters())
 
 
 class Block:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import cProfile
+import pstats
+import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -41,3 +45,40 @@ def profiled(name: str, run: Callable[[], None], num_rows: int) -> None:
         for event in sorted(chosen, key=lambda e: getattr(e, key), reverse=True)[:num_rows]:
             print(f"  {getattr(event, key) / 1e3:11.3f} {event.count:6}  {event.key[:100]}")
     print(flush=True)
+
+
+def host_profiled(name: str, run: Callable[[], None], num_rows: int) -> None:
+    """Runs something under cProfile, its backward pass in the same thread, and prints the longest.
+
+    Args:
+        name: What it is.
+        run: Runs it once.
+        num_rows: Rows of each table.
+    """
+    profile = cProfile.Profile()
+    with torch.autograd.set_multithreading_enabled(False):
+        profile.runcall(run)
+    stats = pstats.Stats(profile)
+    print(f"host profile of {name}")
+    for order in ("tottime", "cumulative"):
+        stats.sort_stats(order).print_stats(num_rows)
+
+
+def print_compilations() -> None:
+    """Prints each compilation of a Triton kernel from now on, with its seconds and its variant."""
+    # Only here: Triton looks for a GPU driver when it is imported.
+    from triton import knobs
+
+    started = time.perf_counter()
+
+    def compiled(*, src: Any, times: Any, cache_hit: bool, **_: Any) -> None:
+        if cache_hit:
+            return
+        variant = {name: kind for name, kind in src.signature.items() if kind != "constexpr"}
+        print(
+            f"[triton {time.perf_counter() - started:.1f} s] {src.name}: {times.total / 1e6:.2f} s "
+            f"{variant} {[*src.attrs]}",
+            flush=True,
+        )
+
+    knobs.compilation.listener = compiled

@@ -7,24 +7,32 @@ dgrad uses the quantised weight Wq, wgrad the quantised input, and the gradient 
 quantiser unchanged. fc2's output is not kept: backward multiplies Q(a) and Wq again for the
 gradient of p. Both ways of keeping the input give the same bits.
 
-All experts of a layer are one function of autograd; the products are one for each expert.
+All experts of a layer are one function of autograd. Their products are one for each expert, and on
+a GPU in BF16 one for all whose matrices lie side by side (`torch.nn.functional.grouped_mm`): with
+hundreds of experts the host would take several times longer to launch them than the GPU to compute.
+Both ways multiply the same operands; a GPU may add up a product's terms in another order.
 
 Legend: N rows, those of one expert after those of another, E experts, K values of a row, M outputs
-of a row.
+of a row, n experts whose matrices lie side by side.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from megatron_trace.training.rounding import PackedRows, Rounding
 
 # Rows of a part, of which there are values in FP32, or decoded ones, at a time.
-_PART_ROWS = 8192
+_PART_ROWS = 16384
+# Grouped products want rows that begin at multiples of 16 bytes.
+_GROUPED_COLUMNS = 8
 
 
 @dataclass(frozen=True)
@@ -38,6 +46,48 @@ class ExpertWeights:
 
     parameters: Sequence[torch.Tensor]
     quantised: Sequence[torch.Tensor]
+
+    @functools.cached_property
+    def stacks(self) -> tuple[torch.Tensor, ...]:
+        """The quantised matrices of consecutive experts that lie side by side, [n, M, K] each."""
+        return side_by_side(self.quantised)
+
+
+def side_by_side(matrices: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """Gives views of matrices, each of as many consecutive ones as lie side by side in memory.
+
+    Args:
+        matrices: [M, K] each.
+
+    Returns:
+        [n, M, K] each.
+    """
+    stacks: list[torch.Tensor] = []
+    first = last = 0
+    for index, matrix in enumerate(matrices):
+        if index and not _follows(matrix, matrices[index - 1]):
+            stacks.append(_stack(matrices[first:index]))
+            first = index
+        last = index + 1
+    return (*stacks, _stack(matrices[first:last]))
+
+
+def _follows(matrix: torch.Tensor, before: torch.Tensor) -> bool:
+    return (
+        matrix.untyped_storage().data_ptr() == before.untyped_storage().data_ptr()
+        and matrix.storage_offset() == before.storage_offset() + before.numel()
+        and matrix.shape == before.shape
+        and matrix.is_contiguous()
+        and before.is_contiguous()
+    )
+
+
+def _stack(matrices: Sequence[torch.Tensor]) -> torch.Tensor:
+    first = matrices[0].detach()
+    if len(matrices) == 1:
+        return first.unsqueeze(0)
+    shape, strides = (len(matrices), *first.shape), (first.numel(), *first.stride())
+    return first.as_strided(shape, strides, first.storage_offset())
 
 
 def quantised_products(
@@ -55,7 +105,7 @@ def quantised_products(
         [N, M] in the dtype of x.
     """
     return _QuantisedProducts.apply(  # pyright: ignore[reportReturnType]
-        x, packed, list(splits), weights.quantised, *weights.parameters
+        x, packed, list(splits), weights.stacks, *weights.parameters
     )
 
 
@@ -89,98 +139,76 @@ def weighted_products(
     else:
         quantised = rounding.quantised(activation)
     return _WeightedProducts.apply(  # pyright: ignore[reportReturnType]
-        activation, probs, quantised, packed, list(splits), weights.quantised, *weights.parameters
+        activation, probs, quantised, packed, list(splits), weights.stacks, *weights.parameters
     )
 
 
 class _QuantisedProducts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x, packed, splits, quantised_weights, *weights):
-        _keep(ctx, x, packed, splits, quantised_weights)
-        output = x.new_empty(x.shape[0], quantised_weights[0].shape[0])
-        _multiply(x, splits, quantised_weights, output, transposed=True)
-        return output
+    def forward(ctx: Any, x, packed, splits, stacks, *weights):
+        kept = _Kept(x.dtype, splits, x, packed, stacks)
+        kept.save(ctx)
+        # Nothing here is wider than what is kept: without codes to decode, a part is a stack.
+        outputs = [
+            part.product(part.values, transposed=True) for part in kept.parts(packed is None)
+        ]
+        return _joined(outputs)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs):
         (grad,) = grad_outputs
-        kept = _Kept(ctx, grad.dtype)
+        kept = _Kept.saved(ctx, grad.dtype)
         needs_x, _, _, _, *needs_weights = ctx.needs_input_grad
-        grad_x = grad.new_empty(grad.shape[0], kept.num_columns) if needs_x else None
+        grad_inputs: list[torch.Tensor] = []
         grad_weights: list[torch.Tensor | None] = []
-        for part in kept.parts():
+        for part in kept.parts(not kept.is_packed):
             own = grad[part.rows]
-            if grad_x is not None:
-                _multiply(own, part.splits, part.weights, grad_x[part.rows])
-            needs = needs_weights[part.experts]
-            grad_weights += _weight_gradients(own, part.values, part.splits, needs)
-        return grad_x, None, None, None, *grad_weights
+            if needs_x:
+                grad_inputs.append(part.product(own))
+            grad_weights += part.weight_gradients(own, needs_weights)
+        return _joined(grad_inputs) if needs_x else None, None, None, None, *grad_weights
 
 
 class _WeightedProducts(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, activation, probs, quantised, packed, splits, quantised_weights, *weights
-    ):
-        _keep(ctx, quantised, packed, splits, quantised_weights, probs)
-        output = activation.new_empty(activation.shape[0], quantised_weights[0].shape[0])
-        kept = _Kept(ctx, activation.dtype, quantised, packed, quantised_weights)
+    def forward(ctx: Any, activation, probs, quantised, packed, splits, stacks, *weights):
+        kept = _Kept(activation.dtype, splits, quantised, packed, stacks, (probs,))
+        kept.save(ctx)
+        output = activation.new_empty(activation.shape[0], stacks[0].shape[1])
         for part in kept.parts():
-            product = torch.empty_like(output[part.rows])
-            _multiply(part.values, part.splits, part.weights, product, transposed=True)
+            product = part.product(part.values, transposed=True)
             torch.mul(product, probs[part.rows].unsqueeze(-1), out=output[part.rows])
         return output
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs):
         (grad,) = grad_outputs
-        kept = _Kept(ctx, grad.dtype)
+        kept = _Kept.saved(ctx, grad.dtype)
         (probs,) = kept.others
         needs_activation, needs_probs, _, _, _, _, *needs_weights = ctx.needs_input_grad
-        grad_activation = grad.new_empty(grad.shape[0], kept.num_columns)
+        grad_activations: list[torch.Tensor] = []
         grad_probs = torch.empty_like(probs)
         grad_weights: list[torch.Tensor | None] = []
         for part in kept.parts():
             # As autograd differentiates the multiplication, which runs in the wider of both dtypes.
             wide = grad[part.rows].to(torch.promote_types(grad.dtype, probs.dtype))
             if needs_probs:
-                output = torch.empty_like(grad[part.rows])
-                _multiply(part.values, part.splits, part.weights, output, transposed=True)
+                output = part.product(part.values, transposed=True)
                 grad_probs[part.rows] = (wide * output).sum(-1).to(probs.dtype)
             grad_output = (wide * probs[part.rows].unsqueeze(-1)).to(grad.dtype)
             if needs_activation:
-                own = grad_activation[part.rows]
-                _multiply(grad_output, part.splits, part.weights, own)
-            needs = needs_weights[part.experts]
-            grad_weights += _weight_gradients(grad_output, part.values, part.splits, needs)
+                grad_activations.append(part.product(grad_output))
+            grad_weights += part.weight_gradients(grad_output, needs_weights)
         return (
-            grad_activation if needs_activation else None,
+            _joined(grad_activations) if needs_activation else None,
             grad_probs if needs_probs else None,
             *(None,) * 4,
             *grad_weights,
         )
 
 
-def _multiply(
-    rows: torch.Tensor,
-    splits: Sequence[int],
-    weights: Sequence[torch.Tensor],
-    output: torch.Tensor,
-    *,
-    transposed: bool = False,
-) -> None:
-    """Writes the products of each expert's rows with its weight, or with the transposed one."""
-    parts = zip(rows.split(splits), weights, output.split(splits), strict=True)
-    for own, weight, out in parts:
-        weight = weight.to(rows.dtype)
-        torch.mm(own, weight.t() if transposed else weight, out=out)
-
-
-def _weight_gradients(
-    grad: torch.Tensor, values: torch.Tensor, splits: Sequence[int], needed: Sequence[bool]
-) -> list[torch.Tensor | None]:
-    parts = zip(grad.split(splits), values.split(splits), needed, strict=True)
-    return [own.t().matmul(rows) if needs else None for own, rows, needs in parts]
+def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
 @dataclass(frozen=True)
@@ -192,74 +220,151 @@ class _Part:
         rows: Which rows.
         splits: Rows of each of them.
         values: [rows, K]; the quantised input.
-        weights: [M, K] each.
+        weights: [n, M, K].
+        ends: int32 [n] on the device; where the rows of each expert end, counted from the first.
+            None where each expert has a product of its own.
     """
 
     experts: slice
     rows: slice
     splits: list[int]
     values: torch.Tensor
-    weights: Sequence[torch.Tensor]
+    weights: torch.Tensor
+    ends: torch.Tensor | None
 
+    def product(self, rows: torch.Tensor, *, transposed: bool = False) -> torch.Tensor:
+        """Gives the products of each expert's rows with its matrix, or with the transposed one."""
+        weights = self.weights.to(rows.dtype)
+        weights = weights.mT if transposed else weights
+        if self.ends is not None:
+            return F.grouped_mm(rows.contiguous(), weights, offs=self.ends)
+        output = rows.new_empty(rows.shape[0], weights.shape[2])
+        for own, weight, out in zip(
+            rows.split(self.splits), weights, output.split(self.splits), strict=True
+        ):
+            torch.mm(own, weight, out=out)
+        return output
 
-def _keep(
-    ctx: Any,
-    quantised: torch.Tensor | None,
-    packed: PackedRows | None,
-    splits: list[int],
-    quantised_weights: Sequence[torch.Tensor],
-    *others: torch.Tensor,
-) -> None:
-    ctx.splits, ctx.num_others, ctx.packed = splits, len(others), None
-    if packed is None:
-        assert quantised is not None, "the input is kept one way or the other"
-        ctx.save_for_backward(quantised, *others, *quantised_weights)
-        return
-    ctx.packed = packed.global_scale, packed.operand_dtype, packed.number_format
-    ctx.save_for_backward(packed.packed_codes, packed.scale_bytes, *others, *quantised_weights)
+    def weight_gradients(
+        self, grad: torch.Tensor, needed: Sequence[bool]
+    ) -> list[torch.Tensor | None]:
+        """Gives the gradient of each expert's matrix, [M, K], where it is needed.
+
+        Args:
+            grad: [rows, M].
+            needed: For each of all E experts, whether its gradient is needed.
+        """
+        own = needed[self.experts]
+        if self.ends is None or not any(own):
+            parts = zip(grad.split(self.splits), self.values.split(self.splits), own, strict=True)
+            return [of.t().matmul(rows) if needs else None for of, rows, needs in parts]
+        gradients = F.grouped_mm(grad.contiguous().t(), self.values, offs=self.ends)
+        # A sum of no rows; nothing promises that the product writes it.
+        for index, num_rows in enumerate(self.splits):
+            if not num_rows:
+                gradients[index].zero_()
+        return [of if needs else None for of, needs in zip(gradients.unbind(), own, strict=True)]
 
 
 class _Kept:
-    """What was kept: the quantised input, other tensors, and quantised weights.
+    """What backward needs: the quantised input, other tensors, and quantised weights.
 
     Args:
-        ctx: Of autograd.
         dtype: dtype in which is multiplied.
-        given: The input, its codes and the weights, where they are not to be taken from autograd.
+        splits: Rows of each expert.
+        values: [N, K]; the quantised input; None if its codes are kept.
+        packed: Its codes, or None.
+        stacks: Quantised weights, see `ExpertWeights`.
+        others: Other tensors.
     """
 
-    def __init__(self, ctx: Any, dtype: torch.dtype, *given: Any) -> None:
-        self._splits, self._dtype = ctx.splits, dtype
-        if given:
-            self._values, self._packed, self._weights = given
-            return
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        splits: list[int],
+        values: torch.Tensor | None,
+        packed: PackedRows | None,
+        stacks: Sequence[torch.Tensor],
+        others: Sequence[torch.Tensor] = (),
+    ) -> None:
+        self._dtype, self._splits, self._stacks, self.others = dtype, splits, stacks, others
+        self._packed = packed
+        # Codes are kept instead of the values.
+        self._values = values if packed is None else None
+
+    def save(self, ctx: Any) -> None:
+        """Leaves everything to autograd."""
+        ctx.splits, ctx.num_others, ctx.packed = self._splits, len(self.others), None
+        packed = self._packed
+        if packed is None:
+            own = [self._values]
+        else:
+            ctx.packed = packed.global_scale, packed.operand_dtype, packed.number_format
+            own = [packed.packed_codes, packed.scale_bytes]
+        ctx.save_for_backward(*own, *self.others, *self._stacks)
+
+    @classmethod
+    def saved(cls, ctx: Any, dtype: torch.dtype) -> _Kept:
+        """Gives what was left to autograd."""
         num_own = 1 if ctx.packed is None else 2
-        saved = ctx.saved_tensors
-        own, rest = saved[:num_own], saved[num_own:]
-        self.others, self._weights = rest[: ctx.num_others], rest[ctx.num_others :]
-        self._values = own[0] if ctx.packed is None else None
-        self._packed = None if ctx.packed is None else PackedRows(*own, *ctx.packed)
+        own, rest = ctx.saved_tensors[:num_own], ctx.saved_tensors[num_own:]
+        values = own[0] if ctx.packed is None else None
+        packed = None if ctx.packed is None else PackedRows(*own, *ctx.packed)
+        others, stacks = rest[: ctx.num_others], rest[ctx.num_others :]
+        return cls(dtype, ctx.splits, values, packed, stacks, others)
 
     @property
-    def num_columns(self) -> int:
-        """K."""
-        return self._weights[0].shape[1]
+    def is_packed(self) -> bool:
+        """Whether codes are kept instead of values."""
+        return self._packed is not None
 
-    def parts(self) -> Iterator[_Part]:
-        """Gives consecutive experts, with as many rows as may have values at a time."""
+    def parts(self, whole_stacks: bool = False) -> Iterator[_Part]:
+        """Gives consecutive experts of one stack.
+
+        Args:
+            whole_stacks: Whether all of a stack, or as many as have rows of which there may be
+                values at a time.
+        """
         first = first_row = 0
-        while first < len(self._splits):
-            last, num_rows = first + 1, self._splits[first]
-            while last < len(self._splits) and num_rows + self._splits[last] <= _PART_ROWS:
-                num_rows += self._splits[last]
-                last += 1
-            experts, rows = slice(first, last), slice(first_row, first_row + num_rows)
-            splits = self._splits[experts]
-            yield _Part(experts, rows, splits, self._rows(rows), self._weights[experts])
-            first, first_row = last, rows.stop
+        for stack in self._stacks:
+            end = first + len(stack)
+            start = first
+            while first < end:
+                last, num_rows = first + 1, self._splits[first]
+                while last < end and (whole_stacks or num_rows + self._splits[last] <= _PART_ROWS):
+                    num_rows += self._splits[last]
+                    last += 1
+                rows = slice(first_row, first_row + num_rows)
+                splits, weights = self._splits[first:last], stack[first - start : last - start]
+                values = self._rows(rows)
+                ends = _ends(splits, values, weights) if num_rows else None
+                yield _Part(slice(first, last), rows, splits, values, weights, ends)
+                first, first_row = last, rows.stop
 
     def _rows(self, rows: slice) -> torch.Tensor:
         if self._packed is not None:
             return self._packed.taken(rows).values(self._dtype)
         assert self._values is not None, "the input is kept one way or the other"
         return self._values[rows]
+
+
+def _ends(
+    splits: Sequence[int], values: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor | None:
+    """Gives where each expert's rows end; None where experts are multiplied one by one."""
+    if not can_group(values, weights):
+        return None
+    ends = torch.tensor(list(itertools.accumulate(splits)), dtype=torch.int32)
+    return ends.to(values.device, non_blocking=True)
+
+
+def can_group(values: torch.Tensor, weights: torch.Tensor) -> bool:
+    """Says whether experts are multiplied by one grouped product.
+
+    Args:
+        values: [rows, K].
+        weights: [n, M, K].
+    """
+    is_bf16 = values.dtype == weights.dtype == torch.bfloat16
+    aligned = all(columns % _GROUPED_COLUMNS == 0 for columns in weights.shape[1:])
+    return values.is_cuda and is_bf16 and aligned

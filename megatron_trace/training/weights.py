@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 # A 128-bit sum as int64 limbs, which all-reduce can add for 2**47 ranks without overflow.
 LIMB_BITS = 16
 NUM_LIMBS = 128 // LIMB_BITS
-# Values of the matrices that are quantised together, 256 MiB in BF16.
-_GROUP_VALUES = 1 << 27
+# Values of the matrices that are quantised together, 1 GiB in BF16. They end side by side, so that
+# a grouped product takes them as one (`training.products`): 256 experts of Qwen3.5-35B have 2^29.
+_GROUP_VALUES = 1 << 29
 
 
 @dataclass(frozen=True)

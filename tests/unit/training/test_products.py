@@ -114,7 +114,7 @@ def test_a_packed_product_keeps_no_values_of_its_input():
         )
     shapes = sorted((str(t.dtype), tuple(t.shape)) for t in kept)
     assert shapes == [
-        ("torch.bfloat16", (M, K)),
+        ("torch.bfloat16", (1, M, K)),
         ("torch.float32", (ROWS,)),
         ("torch.uint8", (ROWS, K // 16)),
         ("torch.uint8", (ROWS, K // 2)),
@@ -151,7 +151,7 @@ def test_a_frozen_weight_of_fc1_gets_no_gradient():
     assert activation.grad is not None
 
 
-@pytest.mark.parametrize("part_rows", [1, 12, 8192])
+@pytest.mark.parametrize("part_rows", [1, 12, 16384])
 @pytest.mark.parametrize("save_packed", [False, True])
 def test_all_experts_at_once_have_the_bits_of_each_by_itself(monkeypatch, save_packed, part_rows):
     """Also an expert without rows, and where parts have one expert, some, or all."""
@@ -194,3 +194,46 @@ def test_all_experts_at_once_have_the_bits_of_each_by_itself(monkeypatch, save_p
         results.append([*(o.detach() for o in outputs), *(leaf.grad for leaf in leaves)])
     for index, (one, other) in enumerate(zip(*results, strict=True)):
         assert_same_bytes(one, other, f"result {index}")
+
+
+@pytest.mark.parametrize("part_rows", [12, 16384])
+@pytest.mark.parametrize("save_packed", [False, True])
+def test_grouped_products_have_the_bits_of_one_product_for_each_expert(
+    monkeypatch, save_packed, part_rows
+):
+    """As a GPU takes them, on integers, whose sums are exact; some experts have no rows."""
+    monkeypatch.setattr(products, "_PART_ROWS", part_rows)
+    splits = [5, 0, 20, 12, 0]
+    generator = torch.Generator().manual_seed(4)
+
+    def integers(*shape):
+        return torch.randint(-3, 4, shape, generator=generator).bfloat16()
+
+    together, alone = integers(3, M, K), integers(2, M, K)
+    quantised = [*together, alone[0], alone[1].clone()]
+    assert [len(of) for of in ExpertWeights([], quantised).stacks] == [3, 1, 1]
+    x, probs, grad = integers(ROWS, K), torch.ones(ROWS), integers(ROWS, M)
+    results = []
+    for grouped in (True, False):
+        monkeypatch.setattr(products, "can_group", lambda *_, grouped=grouped: grouped)
+        leaves = [t.clone().requires_grad_() for t in (x, probs, *quantised)]
+        given = ExpertWeights(leaves[2:], quantised)
+        rounding = Rounding(1.0)
+        outputs = [
+            weighted_products(*leaves[:2], splits, given, rounding, save_packed=save_packed),
+            quantised_products(
+                leaves[0], splits, given, rounding.packed(x) if save_packed else None
+            ),
+        ]
+        sum(outputs).backward(grad)
+        results.append([*(o.detach() for o in outputs), *(leaf.grad for leaf in leaves)])
+    for index, (one, other) in enumerate(zip(*results, strict=True)):
+        assert_same_bytes(one, other, f"result {index}")
+
+
+def test_matrices_that_are_not_side_by_side_are_stacks_of_their_own():
+    memory = torch.arange(4 * M * K, dtype=torch.float32).view(4, M, K)
+    of_other_memory = memory[2].clone()
+    stacks = products.side_by_side([memory[0], memory[1], memory[3], of_other_memory])
+    assert [len(stack) for stack in stacks] == [2, 1, 1]
+    assert_same_bytes(torch.cat(stacks), torch.stack([*memory[:2], memory[3], memory[2]]), "all")

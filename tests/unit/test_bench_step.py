@@ -1,0 +1,67 @@
+"""How `tools/bench_step.py` compares cases, and says where a process stands that stands still."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_trace.testing.programs import load_program
+
+TOOLS = Path(__file__).parents[2] / "tools"
+STANDS_STILL = """
+import sys, tempfile, time
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from stall_watch import watched
+
+def stand_still():
+    time.sleep(1.6)
+
+with tempfile.TemporaryDirectory() as folder:
+    with watched(Path(folder), after_s=0.3, native=False) as progress:
+        progress.made()
+        stand_still()
+        progress.made()
+        time.sleep(0.3)
+"""
+
+
+@pytest.fixture(scope="module")
+def pairs():
+    return load_program(TOOLS / "bench_step_pairs.py")
+
+
+def test_a_ratio_of_rounds_is_not_moved_by_what_slows_both_cases(pairs):
+    plain = [100.0, 130.0, 101.0, 190.0, 99.0]
+    ratio = pairs.paired_ratio([1.02 * time for time in plain], plain)
+    assert (ratio.median, ratio.low, ratio.high) == pytest.approx((1.02, 1.02, 1.02))
+    assert ratio.num_pairs == 5
+
+
+@pytest.mark.parametrize(
+    ("ratios", "verdict"),
+    [
+        ([1.0, 1.01, 1.02] * 8, "within"),
+        ([1.05, 1.06, 1.07] * 8, "beyond"),
+        ([0.9, 1.02, 1.2], "not resolved"),
+    ],
+)
+def test_the_verdict_is_that_of_the_whole_interval(pairs, ratios, verdict):
+    assert pairs.paired_ratio(ratios, [1.0] * len(ratios)).verdict(1.03) == verdict
+
+
+def test_rounds_that_are_not_pairs_are_refused(pairs):
+    with pytest.raises(ValueError, match="got 2 and 1"):
+        pairs.paired_ratio([1.0, 2.0], [1.0])
+
+
+def test_a_process_that_stands_still_is_described_with_its_threads_and_stacks():
+    command = [sys.executable, "-c", STANDS_STILL, str(TOOLS)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "no progress beyond 1" in done.stdout
+    assert "beats in .4 s" in done.stdout
+    assert "in stand_still" in done.stderr
+    assert "goes on" in done.stdout
