@@ -10,12 +10,14 @@ Nobody computes the context: keys, values and states are random numbers, request
 lengths between prompt and end (`--points`), a step is timed at each (median of `--steps`), and the
 time of a response is the trapezoid over its positions. With `--layers`, the step's time in the
 decoder's layers is scaled to all layers; embedding, output layer, sampling and bookkeeping count
-once. Weights and cache of the layers that are left out are allocated too, so that what fits is what
-would fit. Beside each row stands what the bytes alone would take at the bandwidth of a copy
-(`planning/decode_bytes.py`), as the engine reads its experts, and if they were packed.
+once. What weights and cache of the layers that are left out would take is taken off the memory that
+the process may use, so that what fits is what would fit. Beside each row stands what the bytes
+alone would take at the bandwidth of a copy (`planning/decode_bytes.py`), as the engine reads its
+experts, and if they were packed.
 
-Modes: bf16; fp4 (routed experts in NVFP4); fp4_kv (and the KV cache); fp4_kv_only, where the
-experts' BF16 weights, which the engine keeps for pushes and calibration, are dropped.
+Modes: bf16; fp4 (routed experts in NVFP4); fp4_kv (and the KV cache); fp4_only and fp4_kv_only,
+where the engine holds no experts in BF16 beside the packed ones (`keep_bf16_experts=False`). Packed
+experts are random codes and are never quantised here; BF16 ones beside them only count as memory.
 """
 
 # ruff: noqa: E402  The stand-in for the CUDA runtime must be installed before Megatron is imported.
@@ -46,7 +48,6 @@ from megatron_trace.config import TraceConfig
 from megatron_trace.formats import E4M3_MAX, FORMAT_SETS
 from megatron_trace.hints import QuantizerSettings, Site
 from megatron_trace.models.architecture import Architecture
-from megatron_trace.models.hybrid import named_expert_linears
 from megatron_trace.models.local_config import architecture_config
 from megatron_trace.models.presets import PRESETS, preset
 from megatron_trace.planning.decode_bytes import (
@@ -64,13 +65,15 @@ from megatron_trace.rollout.recorder import Recorder
 from megatron_trace.rollout.serving import EngineLimits, Server
 from megatron_trace.rollout.weights import quantise_experts
 from megatron_trace.testing.device_timing import copy_bandwidth
-from megatron_trace.testing.long_decode import KV_GLOBAL_SCALE, LongDecode
+from megatron_trace.testing.long_decode import KV_GLOBAL_SCALE, LongDecode, fill_experts
 from megatron_trace.testing.single_process import single_process
+from megatron_trace.testing.step_profile import host_profile, profiled
 
 FORMAT = "nvfp4"
 MODES: dict[str, dict[str, Any]] = {
     "bf16": {"method": "bf16"},
     "fp4": {"quantised_parts": "experts"},
+    "fp4_only": {"quantised_parts": "experts"},
     "fp4_kv": {"quantised_parts": "experts_and_kv"},
     "fp4_kv_only": {"quantised_parts": "experts_and_kv"},
 }
@@ -82,8 +85,9 @@ RECORDINGS: dict[str, dict[str, Any]] = {
 }
 # Of each logit: BF16 and FP32 of it, log-probabilities, and what drawing a token takes in FP64.
 SAMPLING_BYTES = 32
-# The runtime, libraries, activations, what fragmentation wastes.
+# The runtime, libraries, activations, what fragmentation wastes; of it what is not torch's.
 RESERVE_BYTES = 3 * GIB
+RUNTIME_BYTES = GIB // 2
 STEP_TOKENS = 8192
 # Of a case, after which the next one is measured all the same; the program then ends with 1.
 FAILURES = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError)
@@ -113,10 +117,14 @@ class Case:
         if self.mode == "bf16" and self.recording != "off":
             raise ValueError("a BF16 engine quantises nothing, so there is nothing to record")
 
+    def __str__(self) -> str:
+        """As the command line names it."""
+        return f"{self.mode}/{self.recording}/{self.batch_name}"
+
     @property
     def drops_bf16(self) -> bool:
-        """Whether the experts' BF16 weights, kept for pushes and calibration, are dropped."""
-        return self.mode == "fp4_kv_only"
+        """Whether the engine holds no experts in BF16."""
+        return self.mode.endswith("_only")
 
     @property
     def trace(self) -> dict[str, Any]:
@@ -171,7 +179,6 @@ class Bench:
         )
         self.copy_tb_s = copy_bandwidth(1 << (20 if options.cpu else 31))
         self.rows: list[dict[str, Any]] = []
-        self._held: torch.Tensor | None = None
         self.facts = {
             "machine": torch.cuda.get_device_name(),
             "memory_GiB": total / GIB,
@@ -205,24 +212,24 @@ class Bench:
                 self.save()
                 _collect()
             del policy
-            self._held = None
             _collect()
 
     def _by_policy(self) -> list[list[Case]]:
-        """Gives the cases of BF16, and those of FP4, which share a model; dropping comes last."""
+        """Gives the cases of BF16, and those of FP4, which share a model."""
         groups: list[list[Case]] = []
         for is_bf16 in (True, False):
             cases: dict[tuple[str, str, int], Case] = {}
             for case in asked_cases(self.options):
                 if (case.mode == "bf16") == is_bf16:
                     cases.setdefault((case.mode, case.recording, self.batch(case)), case)
-            groups.append(sorted(cases.values(), key=lambda case: case.drops_bf16))
+            groups.append(list(cases.values()))
         return [cases for cases in groups if cases]
 
     def policy(self, *, is_quantised: bool) -> ServedPolicy:
-        """Builds a model with random weights, quantised as a push does."""
+        """Builds a model with random weights; packed experts are made on the device as they are."""
         a = self.slice
         mode = "fp4_kv" if is_quantised else "bf16"
+        is_packed = is_quantised and self.packed is not None
         policy = ServedPolicy(
             architecture_config(a, use_cpu_initialization=False),
             pattern=a.pattern(),
@@ -230,6 +237,7 @@ class Bench:
             max_sequence_length=self.sequence_tokens,
             trace=self._trace(Case(mode, "off", "")),
             keep_packed_weights=False,
+            keep_bf16_experts=not is_packed,
             model_id=a.name,
             rotary_percent=a.rope_share,
             rotary_base=a.rope_base,
@@ -237,6 +245,9 @@ class Bench:
         self.say("model")
         if policy.quantised:
             policy.use_settings(_settings(policy))
+        if is_packed:
+            fill_experts(policy.layers)
+        elif policy.quantised:
             quantise_experts(
                 policy.layers,
                 number_format=FORMAT_SETS[FORMAT].weights,
@@ -256,31 +267,14 @@ class Bench:
         policy.trace = policy.sites.trace = self._trace(case)
         places = policy._recorded_places()
         policy._recorder = policy.sites.recorder = Recorder(places, policy._narrowed)
-        if case.drops_bf16:
-            self._drop_bf16_experts(policy)
-
-    def _drop_bf16_experts(self, policy: ServedPolicy) -> None:
-        if not self.packed:
-            raise ValueError("BF16 experts cannot be dropped where no packed ones compute")
-        for layer in policy.layers:
-            for _, _, linear in named_expert_linears(layer):
-                weight: Any = linear.weight
-                weight.data = weight.data.new_empty(0)
-        _collect()
 
     def measured(self, policy: ServedPolicy, case: Case) -> dict[str, Any]:
         """Gives the row of a case; if the largest batch does not fit, of one that does."""
+        if case.drops_bf16 and not self.packed:
+            raise ValueError("BF16 experts cannot be dropped where no packed ones compute")
         self._serve_as(policy, case)
         expected = self.batch(case)
         batch = expected
-        if case.batch_name == "largest":
-            # Of what is free now, if something else holds memory too.
-            missing = self._weight_bytes(self.whole, case) - self._weight_bytes(self.slice, case)
-            self._held = None
-            _collect()
-            free = torch.cuda.mem_get_info()[0] - missing - RESERVE_BYTES
-            if not self.options.cpu:
-                batch = max(1, min(expected, math.floor(free / self._bytes_of_a_sequence(case))))
         while True:
             try:
                 row = self._measured(policy, case, batch)
@@ -294,7 +288,8 @@ class Bench:
 
     def _measured(self, policy: ServedPolicy, case: Case, batch: int) -> dict[str, Any]:
         torch.cuda.reset_peak_memory_stats()
-        self._reserve(self._missing_bytes(case, batch))
+        missing = self._missing_bytes(case, batch)
+        self._limit(missing)
         self.say(f"{case}: batch {batch}")
         server, launched = self._server(policy, case, batch)
         points = self._points()
@@ -306,8 +301,9 @@ class Bench:
                 for tokens in points
             }
             distinct = decode.distinct_experts()
-            kernels = profiled(decode.step) if self.options.profile else {}
-        peak = torch.cuda.max_memory_allocated()
+            is_profiled = str(case) in self.options.profile
+            kernels = self._profiled(decode) if is_profiled else {}
+        peak = torch.cuda.max_memory_reserved() + missing
         del decode, server
         scale = self.whole.num_layers / self.slice.num_layers
         whole_ms = {
@@ -337,7 +333,7 @@ class Bench:
             "host_hints_GiB": batch * self.sequence_tokens * self._hint_bytes(case) / GIB,
         }
         if kernels:
-            row["kernels_us"] = kernels
+            row["profile"] = kernels
         for name, moved in floors.items():
             floor_ms = moved.total / self.copy_tb_s / 1e9
             row[f"bytes_per_token_{name}"] = moved.total / batch
@@ -411,24 +407,36 @@ class Bench:
         # Hints wait in host memory.
         return sequence_bytes(architecture, tokens=self.sequence_tokens, kv_format=case.kv_format)
 
-    def _reserve(self, num_bytes: int) -> None:
-        """Holds memory in place of the layers that are left out; the same again if it is as much.
+    def _profiled(self, decode: LongDecode) -> dict[str, Any]:
+        """Gives where a step's time goes, of the longest length, and prints it."""
+        parts = {}
+        if not self.options.cpu:
+            profiled(decode.step)  # The first use of a profiler takes its own time.
+            parts = profiled(decode.step)
+        for name, part in parts.items():
+            busy = f"busy {part.busy_us:.0f} of {part.span_us:.0f} us"
+            self.say(f"{name}: {part.num_kernels} kernels, {busy}")
+            for kernel, count, us in part.longest(24):
+                print(f"    {us:8.1f} us {count:5d} x {kernel}")
+        print(host_profile(decode.step, calls=10), flush=True)
+        return {name: dataclasses.asdict(part) for name, part in parts.items()}
 
-        A run on an H200 was ended by the clock while it took 91 GiB for the second time.
+    def _limit(self, missing_bytes: int) -> None:
+        """Lets the process take what the layers that are left out would leave.
+
+        Memory that was allocated in their place took long, and once stood still.
         """
-        if self._held is None or self._held.numel() != num_bytes:
-            self._held = None
-            _collect()
-            device = torch.cuda.current_device()
-            self._held = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        if not self.options.cpu:
+            allowed = self.device_bytes - RUNTIME_BYTES - missing_bytes
+            torch.cuda.set_per_process_memory_fraction(allowed / torch.cuda.mem_get_info()[1])
 
     def _missing_bytes(self, case: Case, batch: int) -> int:
-        """Gives what the layers that are left out would take."""
-        whole, part = (
-            self._weight_bytes(a, case) + batch * self._sequence_bytes(a, case)
-            for a in (self.whole, self.slice)
-        )
-        return math.ceil(whole - part)
+        """Gives what the layers that are left out would take, and BF16 experts that are counted."""
+        built = self._weight_bytes(self.slice, case)
+        if case.mode != "bf16" and self.packed:
+            built = dense_bytes(self.slice) + expert_bytes(self.slice, FORMAT)
+        whole, part = (self._sequence_bytes(a, case) for a in (self.whole, self.slice))
+        return math.ceil(self._weight_bytes(self.whole, case) - built + batch * (whole - part))
 
     def _bytes(
         self, case: Case, batch: int, points: Sequence[int], expert_format: str | None
@@ -493,16 +501,6 @@ def _settings(policy: ServedPolicy) -> QuantizerSettings:
         model_id=policy.model_id,
         residual_share=trace.residual_share,
     )
-
-
-def profiled(function: Callable[[], None]) -> dict[str, float]:
-    """Gives the device's time of a call by kernel, us, the longest ones; `all` is their sum."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        function()
-        torch.cuda.synchronize()
-    times = {event.key: float(event.self_device_time_total) for event in profile.key_averages()}
-    longest = sorted(times, key=lambda name: -times[name])[:14]
-    return {"all": sum(times.values())} | {name[:70]: times[name] for name in longest}
 
 
 def _collect() -> None:
@@ -600,7 +598,13 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--packed-experts", choices=("off", "auto", "torch", "cuda"), default="auto"
     )
-    parser.add_argument("--profile", action="store_true", help="tell where a step's time goes")
+    parser.add_argument(
+        "--profile",
+        nargs="+",
+        default=[],
+        metavar="CASE",
+        help="MODE/RECORDING/BATCH each: tell where a step's time goes",
+    )
     parser.add_argument("--memory-gib", type=float, help="that an engine may take; default: free")
     parser.add_argument("--check-finite", action="store_true", help="as a training run's engine")
     parser.add_argument("--cpu", action="store_true", help="try the tool without a GPU")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping, Sequence
 
+import torch
 from megatron.core.transformer import TransformerConfig
 
 from megatron_trace.config import TraceConfig
@@ -49,6 +50,8 @@ class RolloutEngine(ServedPolicy):
         degeneration: When a sample is flagged as degenerate.
         keep_packed_weights: Whether codes and scales of the experts stay in host memory after a
             push, for `quantised_model`.
+        keep_bf16_experts: Whether routed experts that packed codes compute are held in BF16 too;
+            False refuses calibration, see `ServedPolicy`.
         model_id: Name of the model in the quantiser settings.
         rotary_percent: Share of the head dim that RoPE rotates.
         rotary_base: Base period of RoPE.
@@ -81,6 +84,7 @@ class RolloutEngine(ServedPolicy):
         cuda_graphs: bool | Sequence[int] | DecodeGraphs = False,
         degeneration: DegenerationRule | None = None,
         keep_packed_weights: bool = False,
+        keep_bf16_experts: bool = True,
         model_id: str = "",
         rotary_percent: float = 1.0,
         rotary_base: int = 10_000,
@@ -92,6 +96,7 @@ class RolloutEngine(ServedPolicy):
             max_sequence_length=max_sequence_length,
             trace=trace,
             keep_packed_weights=keep_packed_weights,
+            keep_bf16_experts=keep_bf16_experts,
             model_id=model_id,
             rotary_percent=rotary_percent,
             rotary_base=rotary_base,
@@ -356,6 +361,12 @@ class RolloutEngine(ServedPolicy):
         num_layers = sum(layer.attention is not None for layer in self.layers)
         number_format = self._formats.kv_cache if packed else None
         return kv_bytes_per_token(self.model.config, num_layers, number_format)
+
+    def _lent_memory(self) -> torch.Tensor | None:
+        # Samples of a session go on over a push, with the keys and values that they have.
+        if self.session is not None:
+            return None
+        return self._server.context.memory_buffer.view(-1).view(torch.uint8)
 
     def _forget(self) -> None:
         self._server.forget_prefixes()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import cast
+from typing import Any, cast
 
 import torch
 from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols
@@ -15,6 +15,7 @@ from megatron_trace.formats import FORMAT_SETS
 from megatron_trace.models.hybrid import HybridModules, build_hybrid_model, decoder_layers
 from megatron_trace.rollout.attention import EngineCoreAttention, PagedSelfAttention
 from megatron_trace.rollout.compensation import num_compensated
+from megatron_trace.rollout.expert_shapes import ExpertShape
 from megatron_trace.rollout.gated_delta_net import EngineGatedDeltaNet
 from megatron_trace.rollout.moe import EngineMoELayer
 
@@ -28,6 +29,7 @@ def build_engine_model(
     max_sequence_length: int,
     rotary_percent: float,
     rotary_base: int,
+    keep_bf16_experts: bool = True,
 ) -> HybridModel:
     """Builds the model in BF16, in evaluation mode and without gradients.
 
@@ -39,6 +41,7 @@ def build_engine_model(
         max_sequence_length: Longest sequence in tokens.
         rotary_percent: Share of the head dim that RoPE rotates.
         rotary_base: Base period of RoPE.
+        keep_bf16_experts: Whether routed experts have weights in BF16, or shapes only.
 
     Raises:
         ValueError: The model is spread over ranks, a quantised width is not whole blocks, or no
@@ -64,6 +67,9 @@ def build_engine_model(
         fp16=False,
         moe_enable_routing_replay=model_config.num_moe_experts is not None,
     )
+    linears: dict[str, Any] = {}
+    if not keep_bf16_experts:
+        linears = {"expert_fc1": ExpertShape, "expert_fc2": ExpertShape}
     model = build_hybrid_model(
         config,
         pattern=pattern,
@@ -75,6 +81,7 @@ def build_engine_model(
             moe_layer=EngineMoELayer,
             gated_delta_net=EngineGatedDeltaNet,
             delta_rule=trace.delta_rule,
+            **linears,
         ),
         rotary_percent=rotary_percent,
         rotary_base=rotary_base,

@@ -10,7 +10,7 @@ size of an expert.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -20,6 +20,7 @@ from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron_trace.config import PackedExpertKernels, TraceConfig
 from megatron_trace.hints import Site
 from megatron_trace.models.hybrid import DecoderLayer
+from megatron_trace.rollout.expert_shapes import holds_weights
 from megatron_trace.rollout.kernels import experts as kernel
 from megatron_trace.rollout.kernels import experts_reference as reference
 from megatron_trace.rollout.kernels.experts_reference import PackedExperts, RoutedOutput
@@ -85,6 +86,14 @@ class PackedRoutedExperts(torch.nn.Module):
         parts = {"codes": packed_codes, "scales": scale_bytes, "global_scales": global_scale}
         for name, part in parts.items():
             getattr(self, f"{matrix}_{name}")[expert].copy_(part)
+
+    def matrix(self, expert: int, matrix: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Gives packed codes, scale bytes and global scale of a matrix, as `take` took them."""
+        codes, scale_bytes, global_scales = (
+            getattr(self, f"{matrix}_{name}")[expert]
+            for name in ("codes", "scales", "global_scales")
+        )
+        return codes, scale_bytes, global_scales
 
     @property
     def weights(self) -> PackedExperts:
@@ -171,7 +180,7 @@ def implementation_of(
 
 
 def use_packed_experts(
-    model: HybridModel, layers: Iterable[DecoderLayer], sites: RolloutSites
+    model: HybridModel, layers: Sequence[DecoderLayer], sites: RolloutSites
 ) -> None:
     """Lets the routed experts of a model be computed from packed codes, if the settings say so.
 
@@ -181,11 +190,21 @@ def use_packed_experts(
         sites: Sites of the engine.
 
     Raises:
-        ValueError: They cannot be; says why.
+        ValueError: They cannot be, or are not while experts hold no BF16 weights; says why.
     """
     device = next(model.parameters()).device
     implementation = implementation_of(model.config, sites.trace, device)
     if implementation is None:
+        if not all(holds_weights(layer) for layer in layers):
+            setting = sites.trace.packed_experts
+            reason = _why_not_packed(model.config, sites.trace)
+            if setting != "off" and reason is None:
+                reason = kernel.why_not(*_sizes(model.config), device)
+            raise ValueError(
+                "keep_bf16_experts=False leaves no routed experts that could compute, as packed "
+                f"ones do not (packed_experts={setting}{f': {reason}' if reason else ''}); keep "
+                "the BF16 experts, or choose packed_experts=cuda"
+            )
         return
     for layer in layers:
         if isinstance(layer.moe, EngineMoELayer):

@@ -37,14 +37,15 @@ from megatron_trace.rollout.quantize import (
     require_only_ours,
 )
 from megatron_trace.rollout.recorder import Place, Recorder
+from megatron_trace.rollout.rollback import kept_on_failure
 from megatron_trace.rollout.sites import RolloutSites
 from megatron_trace.rollout.weights import (
     MatrixPlace,
     WeightRule,
     copy_weights,
-    kept_on_failure,
     plain_digest,
     quantise_experts,
+    require_fitting,
 )
 
 _logger = logging.getLogger(__name__)
@@ -61,6 +62,9 @@ class ServedPolicy:
         trace: Settings of TRACE.
         keep_packed_weights: Whether codes and scales of the experts stay in host memory after a
             push, for `quantised_model`.
+        keep_bf16_experts: Whether routed experts that packed codes compute are held in BF16 too.
+            False saves that memory, and leaves nothing to calibrate on: `load_weights`,
+            `calibrate` and `recalibrate` are refused, and the scales come from `use_settings`.
         model_id: Name of the model in the quantiser settings.
         rotary_percent: Share of the head dim that RoPE rotates.
         rotary_base: Base period of RoPE.
@@ -70,8 +74,8 @@ class ServedPolicy:
         settings_version: How often the quantisers' settings were set.
 
     Raises:
-        ValueError: The model is spread over ranks, a quantised width is not whole blocks, or there
-            are no packed weights to keep.
+        ValueError: The model is spread over ranks, a quantised width is not whole blocks, there
+            are no packed weights to keep, or none that could compute without BF16 ones.
     """
 
     def __init__(
@@ -86,6 +90,7 @@ class ServedPolicy:
         model_id: str,
         rotary_percent: float,
         rotary_base: int,
+        keep_bf16_experts: bool = True,
     ) -> None:
         self.trace = trace
         self.model_id = model_id
@@ -99,10 +104,18 @@ class ServedPolicy:
             max_sequence_length=max_sequence_length,
             rotary_percent=rotary_percent,
             rotary_base=rotary_base,
+            keep_bf16_experts=keep_bf16_experts,
         )
+        self._keeps_bf16_experts = keep_bf16_experts
         self.layers = decoder_layers(self.model)
         self._has_experts = any(layer.moe is not None for layer in self.layers)
         self._quantises_experts = self._has_experts and trace.quantises_experts
+        if not keep_bf16_experts and not self._quantises_experts:
+            raise ValueError(
+                "keep_bf16_experts=False contradicts an engine that quantises no routed experts "
+                f"(method={trace.method}, quantised_parts={trace.quantised_parts}, pattern "
+                f"{pattern}); leave it out"
+            )
         self._guided_sites = tuple(Site(site) for site in trace.sites_in(pattern_sites(pattern)))
         self._recorder = Recorder(self._recorded_places(), self._narrowed)
         self.sites = RolloutSites(trace, self._recorder)
@@ -144,9 +157,12 @@ class ServedPolicy:
 
         Raises:
             RuntimeError: A session is open, or `generate` runs.
-            ValueError: A parameter is missing, unknown or of another shape.
+            ValueError: A parameter is missing, unknown or of another shape, or the engine holds no
+                BF16 experts.
         """
         self._require_no_session("load_weights")
+        self._require_bf16_experts("load_weights")
+        require_fitting(self.model, named)
         with self._kept_on_failure():
             self._load(named)
 
@@ -159,10 +175,12 @@ class ServedPolicy:
         Raises:
             RuntimeError: No unquantised weights are loaded, a site saw no data, or an activation
                 is NaN or Inf.
-            ValueError: The method quantises nothing, or a token is outside the vocabulary.
+            ValueError: The method quantises nothing, a token is outside the vocabulary, or the
+                engine holds no BF16 experts.
         """
         self._require_no_session("calibrate")
         self._require_quantising("calibrate")
+        self._require_bf16_experts("calibrate")
         if not self._has_plain_weights:
             raise RuntimeError("calibrate needs unquantised weights; call load_weights before it")
         if not self._formats.weights.has_global_scale:
@@ -250,9 +268,10 @@ class ServedPolicy:
                 f"{self.trace.power_of_two_scales}"
             )
         started = time.perf_counter()
+        require_fitting(self.model, named)
         with self._kept_on_failure():
             self._load(named)
-            digest = self._weights_digest = self._quantise_weights(rule)
+            digest = self._weights_digest = self._quantise_weights(named, rule)
             self._policy_version = policy_version
         self._pushed(policy_version, digest)
         self.seconds["push"] += time.perf_counter() - started
@@ -289,11 +308,13 @@ class ServedPolicy:
                 f"recalibrate has no effect with number_format={self.trace.number_format}, which "
                 "has no global scales; call push_weights"
             )
+        self._require_bf16_experts("recalibrate")
+        require_fitting(self.model, named)
         before = self._settings
         with self._kept_on_failure():
             self._load(named)
             self.calibrate(token_batches)
-            digest = self._weights_digest = self._quantise_weights()
+            digest = self._weights_digest = self._quantise_weights(named)
             self._policy_version = policy_version
         assert before is not None, "checked above"
         assert self._settings is not None, "just calibrated"
@@ -353,10 +374,12 @@ class ServedPolicy:
     def _load(self, named: Mapping[str, torch.Tensor]) -> None:
         copy_weights(self.model, named)
         self._forget()
-        self._has_plain_weights = True
+        self._has_plain_weights = self._keeps_bf16_experts
         self._policy_version = None
 
-    def _quantise_weights(self, rule: WeightRule | None = None) -> str:
+    def _quantise_weights(
+        self, named: Mapping[str, torch.Tensor], rule: WeightRule | None = None
+    ) -> str:
         """Quantises what was loaded and gives the digest."""
         if not self._quantises_experts:
             return plain_digest(dict(self.model.named_parameters()))
@@ -367,6 +390,11 @@ class ServedPolicy:
             number_format=self._formats.weights,
             power_of_two_scales=self.trace.power_of_two_scales,
             implementation=self.trace.implementation,
+            given={
+                id(parameter): named[name]
+                for name, parameter in self.model.named_parameters()
+                if parameter.is_meta
+            },
             keep=packed if self._keeps_packed else None,
             rule=rule,
         )
@@ -385,8 +413,13 @@ class ServedPolicy:
         )
         state = {name: getattr(self, name) for name in names}
         settings, settings_version = self._settings, self.settings_version
+        lent = self._lent_memory()
+        if lent is not None:
+            self._forget()
+        # Plain BF16 experts are not what packed ones hold.
+        packed_layers = self.layers if self._policy_version is not None else ()
         try:
-            with kept_on_failure(self.model):
+            with kept_on_failure(self.model, lent=lent, packed_layers=packed_layers):
                 yield
         except BaseException:
             for name, value in state.items():
@@ -458,6 +491,14 @@ class ServedPolicy:
         if not self.quantised:
             raise ValueError(f"{call} has no effect with method={self.trace.method}; leave it out")
 
+    def _require_bf16_experts(self, call: str) -> None:
+        if not self._keeps_bf16_experts:
+            raise ValueError(
+                f"{call} needs the routed experts in BF16, which an engine with "
+                "keep_bf16_experts=False does not hold; calibrate another engine of the model, and "
+                "give its settings to use_settings"
+            )
+
     def _require_calibrated(self, call: str) -> None:
         if self.quantised and self._settings is None:
             raise RuntimeError(
@@ -486,6 +527,10 @@ class ServedPolicy:
 
     def _pushed(self, policy_version: int, digest: str) -> None:
         """Lets samples in flight go on with the weights; here there are none."""
+
+    def _lent_memory(self) -> torch.Tensor | None:
+        """Gives memory, uint8 [bytes], that nobody needs now; here there is none."""
+        return None
 
     def _forget(self) -> None:
         """Drops what was computed with other weights or scales; here nothing is kept."""

@@ -24,6 +24,7 @@ from megatron_trace.hints import Site, site_format
 from megatron_trace.models.hybrid import DecoderLayer, named_expert_linears
 from megatron_trace.rollout.attention import EngineCoreAttention
 from megatron_trace.rollout.compensation import ResidualCompensation
+from megatron_trace.rollout.expert_shapes import holds_weights
 from megatron_trace.rollout.moe import EngineMoELayer
 from megatron_trace.rollout.sites import RolloutSites
 
@@ -123,14 +124,18 @@ def insert_quantisers(
 ) -> None:
     """Lets ModelOpt attach its quantisers, and gives each its action.
 
+    Experts without BF16 weights get none: packed ones quantise their inputs themselves.
+
     Args:
         model: Model of the engine; changed in place.
         layers: Its decoder layers.
         sites: What quantises there.
     """
     trace = sites.trace
-    has_experts = any(layer.moe is not None for layer in layers)
+    has_experts = any(layer.moe is not None and holds_weights(layer) for layer in layers)
     experts = has_experts and trace.quantises_experts
+    if not experts and not trace.quantises_kv:
+        return
     config = quant_config(
         trace.number_format,
         experts=experts,
@@ -142,7 +147,7 @@ def insert_quantisers(
         if layer.attention is not None:
             compat.restore_attention_methods(layer.attention)
         # Weights are quantised at a push, not at every forward.
-        for _, _, linear in named_expert_linears(layer):
+        for _, _, linear in named_expert_linears(layer) if holds_weights(layer) else ():
             cast("TensorQuantizer", cast("torch.nn.Module", linear).weight_quantizer).disable()
         for site, quantisers in site_quantisers(layer).items():
             for expert, quantiser in quantisers.items():
@@ -224,7 +229,7 @@ def site_quantisers(layer: DecoderLayer) -> dict[Site, dict[int, TensorQuantizer
     Sites whose quantisers are disabled, because their part is not quantised, are left out.
     """
     quantisers: dict[Site, dict[int, TensorQuantizer]] = {}
-    if layer.moe is not None:
+    if layer.moe is not None and holds_weights(layer):
         moe: Any = layer.moe
         inputs: dict[str, dict[int, TensorQuantizer]] = {"fc1": {}, "fc2": {}}
         for expert, matrix, linear in named_expert_linears(layer):

@@ -5,9 +5,8 @@ Legend: O output features, K input features of a matrix.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import cast
 
 import torch
@@ -18,7 +17,8 @@ from megatron_trace.config import Implementation
 from megatron_trace.formats import NumberFormat, decode, ops, unpack_codes
 from megatron_trace.formats.packed_matrix import PackedMatrix
 from megatron_trace.hints.weight_digest import combine_digests, matrix_digest
-from megatron_trace.models.hybrid import DecoderLayer, named_expert_linears
+from megatron_trace.models.hybrid import DecoderLayer, ExpertLinear, named_expert_linears
+from megatron_trace.rollout.expert_shapes import ExpertShape
 from megatron_trace.rollout.packed_experts import PackedRoutedExperts
 from megatron_trace.rollout.sites import OPERAND_DTYPE
 
@@ -28,34 +28,15 @@ MatrixPlace = tuple[int, int, str]
 WeightRule = Callable[[MatrixPlace, torch.Tensor], PackedMatrix]
 
 
-@contextlib.contextmanager
-def kept_on_failure(model: torch.nn.Module) -> Iterator[None]:
-    """Puts the model's parameters and buffers back if what is done inside the context fails.
-
-    They are kept in host memory meanwhile, as a device seldom has room for them twice. They stay
-    where they are, so that graphs that read them stay valid.
-    """
-    tensors = [tensor.detach() for tensor in (*model.parameters(), *model.buffers())]
-    kept = [torch.empty_like(tensor, device="cpu").copy_(tensor) for tensor in tensors]
-    try:
-        yield
-    except BaseException:
-        with torch.no_grad():
-            for tensor, value in zip(tensors, kept, strict=True):
-                tensor.copy_(value)
-        raise
-
-
-@torch.no_grad()
-def copy_weights(model: torch.nn.Module, named: Mapping[str, torch.Tensor]) -> None:
-    """Copies the trainer's parameters, cast to the engine's dtype.
+def require_fitting(model: torch.nn.Module, named: Mapping[str, torch.Tensor]) -> None:
+    """Checks that parameters are those of a model, before any of them is copied.
 
     Args:
         model: Model of the engine.
         named: Parameters by name; all of the model's and no others.
 
     Raises:
-        ValueError: A parameter is missing, unknown or of another shape; nothing was copied then.
+        ValueError: A parameter is missing, unknown or of another shape.
     """
     own = dict(model.named_parameters())
     missing = sorted(own.keys() - named.keys())
@@ -76,8 +57,19 @@ def copy_weights(model: torch.nn.Module, named: Mapping[str, torch.Tensor]) -> N
                 f"{len(names)} of {len(named)} pushed parameters are {problem}: {shown}; push all "
                 "parameters of a model with the engine's configuration"
             )
-    for name, parameter in own.items():
-        parameter.copy_(named[name])
+
+
+@torch.no_grad()
+def copy_weights(model: torch.nn.Module, named: Mapping[str, torch.Tensor]) -> None:
+    """Copies the trainer's parameters, cast to the engine's dtype.
+
+    Args:
+        model: Model of the engine; weights of which it has the shape only stay so.
+        named: Parameters by name, which fit (`require_fitting`).
+    """
+    for name, parameter in model.named_parameters():
+        if not parameter.is_meta:
+            parameter.copy_(named[name])
 
 
 @torch.no_grad()
@@ -87,19 +79,22 @@ def quantise_experts(
     number_format: NumberFormat,
     power_of_two_scales: bool,
     implementation: Implementation,
+    given: Mapping[int, torch.Tensor] | None = None,
     keep: dict[MatrixPlace, PackedMatrix] | None = None,
     rule: WeightRule | None = None,
 ) -> str:
-    """Replaces the routed experts' weights by their fake-quantised values.
+    """Quantises the routed experts' weights: packed ones get codes, BF16 ones the codes' values.
 
     Every matrix has its own amax; gate and up are one matrix. ModelOpt's weight quantisers run
     once here and are off in the forward.
 
     Args:
-        layers: Decoder layers of the engine's model, with BF16 weights.
+        layers: Decoder layers of the engine's model, whose BF16 weights are loaded.
         number_format: Format of the weights.
         power_of_two_scales: Whether global scales are rounded up to powers of two.
         implementation: Kernels of the number formats.
+        given: The trainer's weights by the `id` of the parameter, where the engine holds no BF16
+            weights of experts; they are cast to BF16.
         keep: Gets codes and scales of every matrix, in host memory; for formats with global scales.
         rule: Chooses codes and scales in NVFP4; None rounds to nearest in the format.
 
@@ -107,31 +102,27 @@ def quantise_experts(
         Digest over packed codes, scale bytes and global scales.
 
     Raises:
-        ValueError: A weight is NaN or Inf, also of an expert that no token reaches; none was
-            quantised then.
+        ValueError: A weight is NaN or Inf, also of an expert that no token reaches.
     """
-    layers = list(layers)
-    _require_finite_experts(layers)
     digests = []
     for layer in layers:
-        for expert, matrix, linear in named_expert_linears(layer):
+        matrices = [
+            (expert, matrix, linear, _weight(cast("torch.Tensor", linear.weight), given))
+            for expert, matrix, linear in named_expert_linears(layer)
+        ]
+        _require_finite(
+            layer.index, [(expert, matrix, weight) for expert, matrix, _, weight in matrices]
+        )
+        for expert, matrix, linear, weight in matrices:
             quantiser = (
                 _WeightQuantiser(number_format, power_of_two_scales, implementation)
                 if rule is None
                 else _RuleQuantiser(rule, (layer.index, expert, matrix))
             )
-            tensor_quantizer = cast(
-                "TensorQuantizer", cast("torch.nn.Module", linear).weight_quantizer
-            )
-            weight = cast("torch.Tensor", linear.weight)
-            if number_format.has_global_scale:
-                tensor_quantizer.amax = weight.abs().amax().float()
-            compat.set_quantizer_action(tensor_quantizer, quantiser)
-            tensor_quantizer.enable()
-            try:
-                weight.copy_(tensor_quantizer(weight))
-            finally:
-                tensor_quantizer.disable()
+            if isinstance(linear, ExpertShape):
+                quantiser(weight)
+            else:
+                _quantise_in_place(linear, weight, quantiser, number_format)
             assert quantiser.record is not None, "ModelOpt did not call the weight quantiser"
             digests.append(matrix_digest(layer.index, expert, matrix, *quantiser.record))
             packed = getattr(layer.moe, "routed_experts", None)
@@ -148,20 +139,47 @@ def quantise_experts(
     return combine_digests(digests)
 
 
-def _require_finite_experts(layers: Iterable[DecoderLayer]) -> None:
-    named = [
-        (f"layer {layer.index}, expert {expert}, {matrix}", cast("torch.Tensor", linear.weight))
-        for layer in layers
-        for expert, matrix, linear in named_expert_linears(layer)
+def _weight(parameter: torch.Tensor, given: Mapping[int, torch.Tensor] | None) -> torch.Tensor:
+    """Gives a weight in BF16: the engine's own, or what the trainer gave in its place."""
+    if not parameter.is_meta:
+        return parameter
+    assert given is not None, "an engine without BF16 experts quantises what is pushed"
+    return given[id(parameter)].detach().to(torch.cuda.current_device(), parameter.dtype)
+
+
+def _require_finite(layer: int, matrices: Sequence[tuple[int, str, torch.Tensor]]) -> None:
+    if not matrices:
+        return
+    # The device is asked once for all of a layer.
+    finite = torch.stack([weight.abs().amax() for *_, weight in matrices]).isfinite().tolist()
+    bad = [
+        f"layer {layer}, expert {expert}, {matrix}"
+        for (expert, matrix, _), is_finite in zip(matrices, finite, strict=True)
+        if not is_finite
     ]
-    # The device is asked once for all.
-    finite = torch.stack([weight.abs().amax() for _, weight in named]).isfinite().tolist()
-    bad = [name for (name, _), is_finite in zip(named, finite, strict=True) if not is_finite]
     if bad:
         raise ValueError(
-            f"{len(bad)} of {len(named)} pushed expert matrices hold NaN or Inf: "
+            f"{len(bad)} of {len(matrices)} pushed expert matrices hold NaN or Inf: "
             f"{'; '.join(bad[:5])}; check the trainer's weights, or push the last good ones"
         )
+
+
+def _quantise_in_place(
+    linear: ExpertLinear,
+    weight: torch.Tensor,
+    quantiser: _WeightQuantiser | _RuleQuantiser,
+    number_format: NumberFormat,
+) -> None:
+    """Lets ModelOpt's quantiser of a linear call ours once, and puts its values into the weight."""
+    tensor_quantizer = cast("TensorQuantizer", cast("torch.nn.Module", linear).weight_quantizer)
+    if number_format.has_global_scale:
+        tensor_quantizer.amax = weight.abs().amax().float()
+    compat.set_quantizer_action(tensor_quantizer, quantiser)
+    tensor_quantizer.enable()
+    try:
+        weight.copy_(tensor_quantizer(weight))
+    finally:
+        tensor_quantizer.disable()
 
 
 class _WeightQuantiser:

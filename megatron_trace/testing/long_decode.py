@@ -10,15 +10,16 @@ from __future__ import annotations
 import contextlib
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 
-from megatron_trace.models.hybrid import decoder_layers
+from megatron_trace.models.hybrid import DecoderLayer, decoder_layers
 from megatron_trace.rollout.context import RolloutContext
 from megatron_trace.rollout.kv_cache import PackedKVContext
+from megatron_trace.rollout.packed_experts import PackedRoutedExperts
 from megatron_trace.rollout.running import Run
 from megatron_trace.rollout.sampling import SamplingSettings
 from megatron_trace.rollout.serving import Server
@@ -26,6 +27,8 @@ from megatron_trace.rollout.serving import Server
 # 96 in E4M3: with the global scale below, codes of 3 stand for values of about 1.
 _SCALE_BYTE = 0x6C
 KV_GLOBAL_SCALE = 1 / 288
+_E4M3_ONE = 0x38
+_PACKED_PARTS = ("codes", "scales", "global_scales")
 
 
 @dataclass(frozen=True)
@@ -163,6 +166,21 @@ def fill_cache(context: RolloutContext) -> None:
             context.layout.split(part)[1].fill_(_SCALE_BYTE)
         else:
             part.normal_()
+
+
+@torch.no_grad()
+def fill_experts(layers: Iterable[DecoderLayer]) -> None:
+    """Gives packed experts random codes, whose products keep the size of their inputs."""
+    for layer in layers:
+        packed = getattr(layer.moe, "routed_experts", None)
+        if isinstance(packed, PackedRoutedExperts):
+            for matrix in ("fc1", "fc2"):
+                buffers = (getattr(packed, f"{matrix}_{name}") for name in _PACKED_PARTS)
+                codes, scale_bytes, global_scales = buffers
+                codes.random_(0, 256)
+                scale_bytes.fill_(_E4M3_ONE)
+                # Random codes have a root mean square of 2.9.
+                global_scales.fill_(0.3 * (2 * codes.shape[-1]) ** -0.5)
 
 
 @torch.inference_mode()

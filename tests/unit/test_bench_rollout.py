@@ -15,6 +15,7 @@ CASES = (
     "bf16/off/largest",
     "fp4_kv/off/largest",
     "fp4_kv_only/off/largest",
+    "fp4/off/3",
     "fp4_kv_only/off/3",
     "fp4_kv_only/latter_half/3",
 )
