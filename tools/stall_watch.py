@@ -31,7 +31,10 @@ _COUNTERS = struct.Struct("qq")
 _BEAT_S = 0.02
 _GAP_S = 0.5
 _MEMORY_STEP_KB = 1 << 20
-_QUERIES = "gpu=utilization.gpu,memory.used,clocks.sm,pstate", "compute-apps=pid,used_memory"
+_QUERIES = (
+    "gpu=utilization.gpu,utilization.memory,memory.used,clocks.sm,pstate",
+    "compute-apps=pid,used_memory",
+)
 _VMSTAT = ("allocstall", "compact_stall", "pgmajfault", "pswpout", "balloon", "thp_fault_alloc")
 
 
@@ -145,6 +148,8 @@ def _report(pid: int, path: Path, before: dict[str, int]) -> None:
     ):
         command = ["nvidia-smi", f"--query-{query}", "--format=csv,noheader"]
         print("  nvidia-smi", query, _output(command, 5), flush=True)
+    # The GPU's driver tells of its faults here.
+    print("  kernel log:", _output(["dmesg"], 5)[-600:], flush=True)
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGUSR1)
 
