@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
@@ -45,8 +46,34 @@ class UnweightedSequentialMLP(SequentialMLP):
             expert(rows_of_expert, None)[0]
             for expert, rows_of_expert in zip(self.local_experts, rows, strict=True)
         ]
-        output = torch.cat(outputs)
-        return (output * permuted_probs.unsqueeze(-1)).to(output.dtype), None
+        return weighted_rows(torch.cat(outputs), permuted_probs), None
+
+
+def weighted_rows(rows: torch.Tensor, probabilities: torch.Tensor) -> torch.Tensor:
+    """Gives rows [N, H] times their probabilities [N], in the dtype of the rows."""
+    return (rows * probabilities.unsqueeze(-1)).to(rows.dtype)
+
+
+class _Passed(torch.nn.Module):
+    """Stands where a linear is, and gives what it gets."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return x, None
+
+
+def activation_of(expert: Any) -> MLP:
+    """Gives Megatron's MLP without its linears: what an expert does between fc1 and fc2."""
+
+    def passed(*_: Any, **__: Any) -> Any:
+        return _Passed()
+
+    submodules = MLPSubmodules(linear_fc1=passed, linear_fc2=passed)
+    size = expert.config.moe_ffn_hidden_size
+    activation = MLP(
+        expert.config, submodules, is_expert=True, ffn_hidden_size=size, tp_group=expert.tp_group
+    )
+    activation.activation_func = expert.activation_func
+    return activation
 
 
 class HostSplitsDispatcher(MoEAlltoAllTokenDispatcher):

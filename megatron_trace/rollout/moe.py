@@ -9,6 +9,7 @@ from megatron.core.transformer import TransformerConfig
 
 from megatron_trace.hints import Site
 from megatron_trace.models.moe import DispatchInputMoELayer
+from megatron_trace.rollout.experts_together import ExpertsTogether, can_compute
 from megatron_trace.rollout.sites import RolloutSites
 
 
@@ -41,7 +42,9 @@ class EngineMoELayer(DispatchInputMoELayer):
         place: (sites of the engine, decoder layer), set once the model is built.
         dispatch_input_quantizer: ModelOpt's quantiser; None while the layer is not quantised.
         routed_experts: Computes the routed experts in steps of the engine, without waiting for the
-            device; None lets Megatron's dispatcher and experts do it.
+            device; None lets Megatron's dispatcher do it, and the experts.
+        computes_together: Whether its experts then compute together what is not a product, instead
+            of one after another.
     """
 
     def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
@@ -49,6 +52,8 @@ class EngineMoELayer(DispatchInputMoELayer):
         self.place: tuple[RolloutSites, int] | None = None
         self.dispatch_input_quantizer: Any = None
         self.routed_experts: RoutedExperts | None = None
+        self.computes_together = True
+        self._together: ExpertsTogether | None = None
 
     def forward(
         self,
@@ -57,8 +62,7 @@ class EngineMoELayer(DispatchInputMoELayer):
         padding_mask: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Gives the layer's output [S, B, H], and no bias (Megatron's `MoELayer.forward`)."""
-        in_step = self.place is not None and self.place[0].recorder.num_rows is not None
-        if self.routed_experts is None or not in_step:
+        if self.routed_experts is None or not self._in_step:
             return super().forward(hidden_states, intermediate_tensors, padding_mask)
         shared = self.shared_experts_compute(hidden_states)
         probabilities, _ = self.route(hidden_states, padding_mask)
@@ -80,6 +84,29 @@ class EngineMoELayer(DispatchInputMoELayer):
             sites, layer = self.place
             sites.check_finite(layer, Site.FC1, hidden_states.flatten(0, 1))
         return hidden_states
+
+    def routed_experts_compute(
+        self, hidden_states: torch.Tensor, probs: torch.Tensor
+    ) -> tuple[torch.Tensor, None]:
+        """Computes the dispatched rows, in steps of the engine those of all experts together."""
+        together = self._experts_together()
+        if together is None:
+            return super().routed_experts_compute(hidden_states, probs)
+        dispatcher: Any = self.token_dispatcher
+        rows, splits, weights = dispatcher.dispatch_postprocess(hidden_states, probs)
+        return dispatcher.combine_preprocess(together(rows, splits.tolist(), weights)), None
+
+    @property
+    def _in_step(self) -> bool:
+        return self.place is not None and self.place[0].recorder.num_rows is not None
+
+    def _experts_together(self) -> ExpertsTogether | None:
+        """Gives what computes the dispatched rows; None if Megatron's experts are to."""
+        if self.place is None or not (self._in_step and self.computes_together):
+            return None
+        if self._together is None and can_compute(self, self.place[0]):
+            self._together = ExpertsTogether(self, *self.place)
+        return self._together
 
     def token_of_row(self, expert: int, row: int) -> int:
         """Gives the token whose copy is a row of an expert's input, on one rank.

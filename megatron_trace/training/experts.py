@@ -14,12 +14,16 @@ from typing import Any
 
 import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from megatron_trace.hints.types import Site
 from megatron_trace.models.hybrid import expert_linears
-from megatron_trace.models.moe import DispatchInputMoELayer, UnweightedSequentialMLP
+from megatron_trace.models.moe import (
+    DispatchInputMoELayer,
+    UnweightedSequentialMLP,
+    activation_of,
+)
 from megatron_trace.training.dispatch import dispatch_rows
 from megatron_trace.training.products import (
     ExpertWeights,
@@ -163,7 +167,7 @@ class GuidedExperts(UnweightedSequentialMLP):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         # Not a submodule: it has nothing that a checkpoint could hold.
-        self._activations = (_activation_like(self.local_experts[0]),)
+        self._activations = (activation_of(self.local_experts[0]),)
 
     @property
     def activation(self) -> MLP:
@@ -233,28 +237,6 @@ class GuidedExperts(UnweightedSequentialMLP):
             ExpertWeights(weights[:size], quantised[:size]),
             ExpertWeights(weights[size:], quantised[size:]),
         )
-
-
-class _Passed(torch.nn.Module):
-    """Stands where a linear is, and gives what it gets."""
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return x, None
-
-
-def _activation_like(expert: Any) -> MLP:
-    """Gives Megatron's MLP without its linears: what an expert does between fc1 and fc2."""
-
-    def passed(*_: Any, **__: Any) -> Any:
-        return _Passed()
-
-    submodules = MLPSubmodules(linear_fc1=passed, linear_fc2=passed)
-    size = expert.config.moe_ffn_hidden_size
-    activation = MLP(
-        expert.config, submodules, is_expert=True, ffn_hidden_size=size, tp_group=expert.tp_group
-    )
-    activation.activation_func = expert.activation_func
-    return activation
 
 
 _ASKED: ContextVar[bool] = ContextVar("megatron_trace_weights_asked_for", default=False)

@@ -128,6 +128,7 @@ def test_compensated_experts_are_nearer_to_bf16_activations(quads_engine, qat_en
             seen.append((output[0].float() - exact.float()).norm() / exact.float().norm())
 
         for layer in engine.layers:
+            layer.moe.computes_together = False  # Otherwise no linear is called.
             for _, matrix, linear in expert_linears(layer.moe):
                 if matrix == "fc2":
                     handles.append(linear.register_forward_hook(note))
