@@ -202,6 +202,9 @@ class Bench:
             policy = self.policy(is_quantised=cases[0].mode != "bf16")
             torch.cuda.synchronize()
             self.say("built")
+            if self.options.push and policy.quantised:
+                self.facts["push_s"] = self._push_s(policy)
+                self.say(f"pushed in {self.facts['push_s']:.2f} s, of the layers that are built")
             for case in cases:
                 try:
                     self.rows.append(self.measured(policy, case))
@@ -255,6 +258,24 @@ class Bench:
                 implementation="auto",
             )
         return policy
+
+    def _push_s(self, policy: ServedPolicy) -> float:
+        """Gives the seconds of a second push of weights that lie on the device in BF16."""
+        device = torch.cuda.current_device()
+        named = {
+            name: torch.empty(weight.shape, dtype=weight.dtype, device=device).normal_(std=0.02)
+            for name, weight in policy.model.named_parameters()
+        }
+        seconds, digests = [], []
+        for version in range(2):
+            torch.cuda.synchronize()
+            started = time.perf_counter()
+            digests.append(policy.push_weights(named, version))
+            torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - started)
+        if digests[0] != digests[1]:
+            raise RuntimeError(f"equal weights, but other digests: {digests[0]}, {digests[1]}")
+        return seconds[1]
 
     def _trace(self, case: Case) -> TraceConfig:
         trace = dict(case.trace)
@@ -606,6 +627,7 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
         help="MODE/RECORDING/BATCH each: tell where a step's time goes",
     )
     parser.add_argument("--memory-gib", type=float, help="that an engine may take; default: free")
+    parser.add_argument("--push", action="store_true", help="time a push of weights too")
     parser.add_argument("--check-finite", action="store_true", help="as a training run's engine")
     parser.add_argument("--cpu", action="store_true", help="try the tool without a GPU")
     parser.add_argument("--json", type=Path, help="file that gets the numbers")

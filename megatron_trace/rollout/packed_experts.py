@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 
 from megatron_trace.config import PackedExpertKernels, TraceConfig
+from megatron_trace.formats.packed_matrix import PackedMatrix
 from megatron_trace.hints import Site
 from megatron_trace.models.hybrid import DecoderLayer
 from megatron_trace.rollout.expert_shapes import holds_weights
@@ -86,6 +87,20 @@ class PackedRoutedExperts(torch.nn.Module):
         parts = {"codes": packed_codes, "scales": scale_bytes, "global_scales": global_scale}
         for name, part in parts.items():
             getattr(self, f"{matrix}_{name}")[expert].copy_(part)
+
+    @torch.no_grad()
+    def take_several(self, first: int, matrix: str, matrices: PackedMatrix) -> None:
+        """Takes a matrix of several experts that follow one another.
+
+        Args:
+            first: The first of them.
+            matrix: `fc1` or `fc2`.
+            matrices: What `take` takes, of N experts: [N, O, K / 2], [N, O, K / 16], [N].
+        """
+        several = slice(first, first + len(matrices.global_scale))
+        getattr(self, f"{matrix}_codes")[several].copy_(matrices.packed_codes)
+        getattr(self, f"{matrix}_scales")[several].copy_(matrices.scale_bytes)
+        getattr(self, f"{matrix}_global_scales")[several].copy_(matrices.global_scale)
 
     def matrix(self, expert: int, matrix: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Gives packed codes, scale bytes and global scale of a matrix, as `take` took them."""

@@ -29,6 +29,7 @@ from megatron_trace.models.hybrid import (
 from megatron_trace.rollout.model import build_engine_model
 from megatron_trace.rollout.moe import EngineMoELayer
 from megatron_trace.rollout.packed_experts import use_packed_experts
+from megatron_trace.rollout.packing import pack_experts
 from megatron_trace.rollout.prompts import require_tokens
 from megatron_trace.rollout.quantize import (
     calibrated_scales,
@@ -385,19 +386,29 @@ class ServedPolicy:
             return plain_digest(dict(self.model.named_parameters()))
         self._has_plain_weights = False
         packed: dict[MatrixPlace, PackedMatrix] = {}
-        digest = quantise_experts(
-            self.layers,
-            number_format=self._formats.weights,
-            power_of_two_scales=self.trace.power_of_two_scales,
-            implementation=self.trace.implementation,
-            given={
-                id(parameter): named[name]
-                for name, parameter in self.model.named_parameters()
-                if parameter.is_meta
-            },
-            keep=packed if self._keeps_packed else None,
-            rule=rule,
-        )
+        keep = packed if self._keeps_packed else None
+        if self._keeps_bf16_experts:
+            digest = quantise_experts(
+                self.layers,
+                number_format=self._formats.weights,
+                power_of_two_scales=self.trace.power_of_two_scales,
+                implementation=self.trace.implementation,
+                keep=keep,
+                rule=rule,
+            )
+        else:
+            digest = pack_experts(
+                self.layers,
+                {
+                    id(parameter): named[name]
+                    for name, parameter in self.model.named_parameters()
+                    if parameter.is_meta
+                },
+                power_of_two_scales=self.trace.power_of_two_scales,
+                implementation=self.trace.implementation,
+                keep=keep,
+                rule=rule,
+            )
         self._packed = packed
         return digest
 

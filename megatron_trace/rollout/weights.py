@@ -18,7 +18,6 @@ from megatron_trace.formats import NumberFormat, decode, ops, unpack_codes
 from megatron_trace.formats.packed_matrix import PackedMatrix
 from megatron_trace.hints.weight_digest import combine_digests, matrix_digest
 from megatron_trace.models.hybrid import DecoderLayer, ExpertLinear, named_expert_linears
-from megatron_trace.rollout.expert_shapes import ExpertShape
 from megatron_trace.rollout.packed_experts import PackedRoutedExperts
 from megatron_trace.rollout.sites import OPERAND_DTYPE
 
@@ -79,7 +78,6 @@ def quantise_experts(
     number_format: NumberFormat,
     power_of_two_scales: bool,
     implementation: Implementation,
-    given: Mapping[int, torch.Tensor] | None = None,
     keep: dict[MatrixPlace, PackedMatrix] | None = None,
     rule: WeightRule | None = None,
 ) -> str:
@@ -93,8 +91,6 @@ def quantise_experts(
         number_format: Format of the weights.
         power_of_two_scales: Whether global scales are rounded up to powers of two.
         implementation: Kernels of the number formats.
-        given: The trainer's weights by the `id` of the parameter, where the engine holds no BF16
-            weights of experts; they are cast to BF16.
         keep: Gets codes and scales of every matrix, in host memory; for formats with global scales.
         rule: Chooses codes and scales in NVFP4; None rounds to nearest in the format.
 
@@ -107,22 +103,21 @@ def quantise_experts(
     digests = []
     for layer in layers:
         matrices = [
-            (expert, matrix, linear, _weight(cast("torch.Tensor", linear.weight), given))
+            (expert, matrix, linear, cast("torch.Tensor", linear.weight))
             for expert, matrix, linear in named_expert_linears(layer)
         ]
-        _require_finite(
-            layer.index, [(expert, matrix, weight) for expert, matrix, _, weight in matrices]
-        )
+        if matrices:
+            require_finite(
+                torch.stack([weight.abs().amax() for *_, weight in matrices]),
+                [(layer.index, expert, matrix) for expert, matrix, *_ in matrices],
+            )
         for expert, matrix, linear, weight in matrices:
             quantiser = (
                 _WeightQuantiser(number_format, power_of_two_scales, implementation)
                 if rule is None
                 else _RuleQuantiser(rule, (layer.index, expert, matrix))
             )
-            if isinstance(linear, ExpertShape):
-                quantiser(weight)
-            else:
-                _quantise_in_place(linear, weight, quantiser, number_format)
+            _quantise_in_place(linear, weight, quantiser, number_format)
             assert quantiser.record is not None, "ModelOpt did not call the weight quantiser"
             digests.append(matrix_digest(layer.index, expert, matrix, *quantiser.record))
             packed = getattr(layer.moe, "routed_experts", None)
@@ -139,27 +134,24 @@ def quantise_experts(
     return combine_digests(digests)
 
 
-def _weight(parameter: torch.Tensor, given: Mapping[int, torch.Tensor] | None) -> torch.Tensor:
-    """Gives a weight in BF16: the engine's own, or what the trainer gave in its place."""
-    if not parameter.is_meta:
-        return parameter
-    assert given is not None, "an engine without BF16 experts quantises what is pushed"
-    return given[id(parameter)].detach().to(torch.cuda.current_device(), parameter.dtype)
+def require_finite(amax: torch.Tensor, places: Sequence[MatrixPlace]) -> None:
+    """Checks the amax of several matrices on the device, which is asked once.
 
+    Args:
+        amax: [N].
+        places: Of each matrix.
 
-def _require_finite(layer: int, matrices: Sequence[tuple[int, str, torch.Tensor]]) -> None:
-    if not matrices:
-        return
-    # The device is asked once for all of a layer.
-    finite = torch.stack([weight.abs().amax() for *_, weight in matrices]).isfinite().tolist()
+    Raises:
+        ValueError: One is NaN or Inf.
+    """
     bad = [
         f"layer {layer}, expert {expert}, {matrix}"
-        for (expert, matrix, _), is_finite in zip(matrices, finite, strict=True)
+        for (layer, expert, matrix), is_finite in zip(places, amax.isfinite().tolist(), strict=True)
         if not is_finite
     ]
     if bad:
         raise ValueError(
-            f"{len(bad)} of {len(matrices)} pushed expert matrices hold NaN or Inf: "
+            f"{len(bad)} of {len(places)} pushed expert matrices hold NaN or Inf: "
             f"{'; '.join(bad[:5])}; check the trainer's weights, or push the last good ones"
         )
 

@@ -28,7 +28,7 @@ def test_every_mode_is_measured_and_scaled_to_all_layers(tmp_path):
     flags = ["--reduced", "--layers", "4", "--memory-gib", "3.003", "--page-tokens", "16"]
     flags += [f"--{name}-tokens={count}" for name, count in SIZES.items()]
     flags += ["--steps=1", "--warm-up=1", "--points=2", "--graphs=padded"]
-    flags += ["--packed-experts=torch", "--cases", *CASES]
+    flags += ["--packed-experts=torch", "--push", "--cases", *CASES]
     result = subprocess.run(
         [*program, *flags, "--json", str(output), "--markdown", str(table)],
         env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
@@ -39,6 +39,7 @@ def test_every_mode_is_measured_and_scaled_to_all_layers(tmp_path):
     assert result.returncode == 0, result.stderr[-2000:]
     numbers = json.loads(output.read_text())
     assert (numbers["facts"]["layers"], numbers["facts"]["layers_measured"]) == (8, 4)
+    assert numbers["facts"]["push_s"] > 0
     rows = {(row["mode"], row["recording"], row["batch_name"]): row for row in numbers["rows"]}
     assert len(rows) == len(table.read_text().splitlines()) - 2 == len(CASES)
     for row in rows.values():

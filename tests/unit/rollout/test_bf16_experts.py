@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_trace.formats import encode, global_scale_from_amax, pack_codes
+from megatron_trace.formats.packed_matrix import PackedMatrix
 from megatron_trace.models.hybrid import named_expert_linears
 from megatron_trace.rollout import SamplingSettings
 from megatron_trace.rollout.rollback import kept_on_failure
@@ -93,6 +95,45 @@ def test_an_engine_without_bf16_experts_serves_and_records_what_one_with_them_do
         digests = [engine.push_weights(pushed, version) for engine in (keeping, dropping)]
         assert digests[0] == digests[1]
         assert_same_rollout(roll_out(dropping, prompts), roll_out(keeping, prompts))
+
+
+def _halved(_, weight):
+    """Chooses codes as rounding to nearest does under half the global scale."""
+    scale = global_scale_from_amax(weight.abs().amax()) / 2
+    codes, scale_bytes = encode(weight, scale)
+    return PackedMatrix(pack_codes(codes), scale_bytes, scale)
+
+
+@pytest.mark.parametrize("rule", [None, _halved], ids=["to nearest", "a rule"])
+def test_packed_weights_that_are_kept_are_those_of_an_engine_with_bf16_experts(
+    keeping, weights, rule
+):
+    limits = {"keep_packed_weights": True}
+    with_them = tiny_engine(None, limits=limits, **PACKED)
+    without = tiny_engine(None, limits=limits | WITHOUT, **PACKED)
+    models = []
+    for engine in (with_them, without):
+        engine.use_settings(keeping.settings)
+        digest = engine.push_weights(weights, 0, rule=rule)
+        models.append((digest, *engine.quantised_model()))
+    (digest, parameters, matrices, _), (other_digest, others, other_matrices, _) = models
+    assert digest == other_digest
+    assert parameters.keys() == others.keys()
+    assert matrices.keys() == other_matrices.keys()
+    for place, one in matrices.items():
+        other = other_matrices[place]
+        assert torch.equal(one.packed_codes, other.packed_codes), place
+        assert torch.equal(one.scale_bytes, other.scale_bytes), place
+        assert torch.equal(one.global_scale, other.global_scale), place
+
+
+def test_nan_in_an_expert_is_named_where_only_codes_are_held(dropping, weights, bits_before):
+    dropping, before = bits_before("dropping")
+    name = next(name for name in weights if "layers.3" in name and "experts.5.linear_fc2" in name)
+    broken = weights | {name: torch.full_like(weights[name], torch.nan)}
+    with pytest.raises(ValueError, match=r"1 of 16 .* hold NaN or Inf: layer 1, expert 5, fc2"):
+        dropping.push_weights(broken, 1)
+    _assert_bits(dropping, before)
 
 
 def test_an_engine_without_bf16_experts_holds_none(dropping):
