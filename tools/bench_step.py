@@ -16,7 +16,7 @@ optimizer step takes. "over qat" is the median of the ratios of the rounds, with
 by bootstrap over the rounds, and whether the interval says that it is within 3 %.
 
 A case is METHOD:EXPERTS[:SITES[:LAYERS]][@T], SITES joined by +, such as
-`trace:te:fc1+fc2+k+v:latter_half`; with @T it is measured at that many tokens only.
+`trace:te:all:latter_half` or `trace:te:fc1+k`; with @T it is measured at that many tokens only.
 
 Legend: T tokens of a micro-batch.
 """
@@ -115,36 +115,51 @@ def main() -> None:
     options.started = time.perf_counter()
     if options.hang_s:
         faulthandler.dump_traceback_later(options.hang_s, exit=True)
-    sizes = preset(options.preset)
-    sizes = sizes.reduced() if options.small else sizes
-    architecture = dataclasses.replace(
-        sizes,
-        num_layers=options.pattern.count("E"),
-        attention_interval=1,
-        vocab_size=min(sizes.vocab_size, 2048),
-    )
     options.samples = max(options.samples or 2 * max(options.tokens) // options.length, 1)
     report: dict[str, Any] = {"options": {k: str(v) for k, v in vars(options).items()}}
-    options.failed = []
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    print(f"{architecture.name}, pattern {options.pattern}, {device}, torch {torch.__version__}")
+    options.failed, report["blocks"] = [], {}
     with (
         single_process(seed=0),
         tempfile.TemporaryDirectory() as folder,
         _watched(options, Path(folder)) as made,
     ):
-        if "train" in options.parts:
-            for part in _train_part(options, architecture, Path(folder) / "hints", made):
-                _write(options, report | part)
-                report |= part
-            gc.collect()
-            torch.cuda.empty_cache()
-        if "rollout" in options.parts:
-            with _reported(options, "rollout"):
-                report["rollout"] = measure_rollout(options, architecture, Path(folder))
-    _write(options, report)
+        for number, pattern in enumerate(options.patterns):
+            of_block = report["blocks"].setdefault(pattern, {})
+            for part in _measured(options, pattern, Path(folder) / str(number), made):
+                of_block |= part
+                _write(options, report)
+                gc.collect()
+                torch.cuda.empty_cache()
     if options.failed:
         raise SystemExit(f"failed: {', '.join(options.failed)}")
+
+
+def _measured(
+    options: argparse.Namespace, pattern: str, folder: Path, made: Callable[[], None]
+) -> Iterator[dict[str, Any]]:
+    """Gives what is measured so far of a block."""
+    options.pattern = pattern
+    sizes = preset(options.preset)
+    sizes = sizes.reduced() if options.small else sizes
+    architecture = dataclasses.replace(
+        sizes,
+        num_layers=pattern.count("E"),
+        attention_interval=1,
+        vocab_size=min(sizes.vocab_size, 2048),
+    )
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    print(
+        f"{architecture.name}, pattern {pattern}, {device}, torch {torch.__version__}", flush=True
+    )
+    folder.mkdir()
+    if "train" in options.parts:
+        with _reported(options, f"training of {pattern}"):
+            yield from _train_part(options, architecture, folder / "hints", made)
+    if "rollout" in options.parts and "*" not in pattern:
+        print(f"no rollout of {pattern}: Megatron's engine needs attention to schedule by")
+    elif "rollout" in options.parts:
+        with _reported(options, f"rollout of {pattern}"):
+            yield {"rollout": measure_rollout(options, architecture, folder)}
 
 
 @contextlib.contextmanager
@@ -200,14 +215,14 @@ def _train_part(
             },
             "loading": loading,
         }
-        gc.collect()
-        torch.cuda.empty_cache()
 
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--preset", default="Qwen3.5-35B-A3B")
-    parser.add_argument("--pattern", default="*E", help="hybrid layer pattern of the block")
+    parser.add_argument(
+        "--patterns", nargs="+", default=["*E"], help="hybrid layer pattern of each block"
+    )
     parser.add_argument("--small", action="store_true", help="the structure, but small widths")
     parser.add_argument("--tokens", type=int, nargs="+", default=[8192], help="of a micro-batch")
     parser.add_argument("--length", type=int, default=2048, help="tokens of a sample")
@@ -218,7 +233,11 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--rounds-per-step", type=int, default=6, help="between optimizer steps")
     parser.add_argument("--warm-up", type=int, default=2, help="micro-batches before the rounds")
     parser.add_argument(
-        "--budget-s", type=float, nargs="+", default=[600.0], help="ends rounds early, by tokens"
+        "--budget-s",
+        type=float,
+        nargs="+",
+        default=[600.0],
+        help="ends the rounds of a block and a number of tokens, so long after they began",
     )
     parser.add_argument("--micro-batches", type=int, default=1, help="of a case in a round")
     parser.add_argument("--profile", type=int, default=0, help="rows of a case's profile")
@@ -240,6 +259,10 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--parts", nargs="+", default=["train", "rollout"])
     parser.add_argument("--prompts", type=int, default=32, help="of the rollout, of 64 tokens")
     parser.add_argument("--new-tokens", type=int, default=32, help="sampled for each prompt")
+    parser.add_argument("--graphs", action="store_true", help="captures the engine's decode steps")
+    parser.add_argument(
+        "--packed-experts", choices=("off", "torch", "cuda"), default="off", help="of the engine"
+    )
     parser.add_argument("--out", type=Path, help="JSON file for the results")
     return parser.parse_args()
 

@@ -27,7 +27,7 @@ from megatron_trace.training.micro_batch import MicroBatch
 from megatron_trace.training.model import build_trainer_model
 from megatron_trace.training.sites import TraceSites
 
-ALL_SITES = "+".join(HINT_SITES)
+ALL_SITES = "all"
 DEFAULT_SITES = "+".join(DEFAULT_HINT_SITES)
 # Weights change in each round, but stay so near to the rollout's that the guard accepts its hints.
 LEARNING_RATE = 1e-6
@@ -40,7 +40,7 @@ class Case:
     Attributes:
         method: Method of TRACE.
         experts: The trainer's routed experts.
-        sites: Guided sites, joined by `+`.
+        sites: Guided sites, joined by `+`; or `all` that the block has.
         layers: Guided decoder layers.
     """
 
@@ -53,7 +53,8 @@ class Case:
     def name(self) -> str:
         """What tables call it."""
         layers = "" if self.layers == "all" else f", {self.layers}"
-        guided = f" ({self.sites.replace('+', ', ')}{layers})" if self.method == "trace" else ""
+        sites = "all sites" if self.sites == ALL_SITES else self.sites.replace("+", ", ")
+        guided = f" ({sites}{layers})" if self.method == "trace" else ""
         return f"{self.method}{guided}, {self.experts}"
 
     @property
@@ -64,13 +65,18 @@ class Case:
             parts.pop()
         return ":".join(parts)
 
-    @property
-    def trace(self) -> TraceConfig:
-        """Its configuration."""
+    def trace(self, pattern: str) -> TraceConfig:
+        """Gives its configuration for a block of a pattern."""
         fields: dict[str, Any] = {"method": self.method, "experts": self.experts}
         if self.method == "trace":
-            fields |= {"hint_sites": tuple(self.sites.split("+")), "hint_layers": self.layers}
+            sites = all_sites(pattern) if self.sites == ALL_SITES else tuple(self.sites.split("+"))
+            fields |= {"hint_sites": sites, "hint_layers": self.layers}
         return TraceConfig(**fields)
+
+
+def all_sites(pattern: str) -> tuple[str, ...]:
+    """Gives the sites that a block of a pattern has: without attention there are no k and v."""
+    return HINT_SITES if "*" in pattern else ("fc1", "fc2")
 
 
 @dataclass
@@ -157,7 +163,7 @@ class Block:
             pattern=options.pattern,
             vocab_size=architecture.vocab_size,
             max_sequence_length=options.length + 1,
-            trace=case.trace,
+            trace=case.trace(options.pattern),
             rotary_base=architecture.rope_base,
             rotary_percent=architecture.rope_share,
         )

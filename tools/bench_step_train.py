@@ -57,6 +57,7 @@ def measure_training(
     starts = range(0, len(block.samples) - per_batch + 1, per_batch)
     batches = [block.samples[first : first + per_batch] for first in starts]
     budget_s = options.budget_s[min(options.tokens.index(num_tokens), len(options.budget_s) - 1)]
+    began = passed_s(options)
     with contextlib.ExitStack() as stack:
         trainers: list[Trainer] = []
         for case in cases:
@@ -72,7 +73,7 @@ def measure_training(
         order = random.Random(num_tokens)
         for round_number in range(options.rounds):
             # One round is the least.
-            if round_number and passed_s(options) > budget_s:
+            if round_number and passed_s(options) - began > budget_s:
                 break
             order.shuffle(turns.trainers)
             if round_number % options.rounds_per_step == 0:
