@@ -40,6 +40,11 @@ class DeltaRuleKernels:
     normalise: Callable[[torch.Tensor], torch.Tensor]
     mix: Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 
+    @property
+    def are_torchs(self) -> bool:
+        """Whether they are the functions of this file."""
+        return self.mix is mix
+
 
 def delta_rule_kernels(choice: DeltaRule, *, deterministic: bool = False) -> DeltaRuleKernels:
     """Gives the kernels of a Gated DeltaNet on this process's device.

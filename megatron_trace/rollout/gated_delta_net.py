@@ -14,7 +14,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from megatron.core.inference.config import MambaInferenceStateConfig
@@ -24,6 +24,9 @@ from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from megatron_trace.models.gated_delta_net import LocalGatedDeltaNet
+
+if TYPE_CHECKING:
+    from megatron_trace.rollout.kernels.delta_step import DeltaParameters
 
 # One rounding of a state changes every later token, so it is kept in FP32, as served models do.
 RECURRENT_STATE_DTYPE = torch.float32
@@ -75,18 +78,19 @@ class EngineGatedDeltaNet(LocalGatedDeltaNet):
                 "to 0"
             )
         projected = self.in_proj(hidden_states)[0].squeeze(1)
-        mixed = projected.new_zeros(len(projected), self.v_dim_local_tp)
         conv, recurrent = context.mamba_states_cache(self.layer_number)
         dimensions: Any = context.batch_dimensions
         if context.using_cuda_graph_this_step():
             # Padding too, whose slot is -1: the last one, of no request.
             dimensions = context.padded_batch_dimensions
         num_decode = dimensions.decode_req_count
+        mixed = projected.new_zeros(0, self.v_dim_local_tp)
         if num_decode:
             metadata: Any = context.mamba_metadata
             slots = metadata.batch_indices_decode[:num_decode]
-            tokens = self._step(projected[:num_decode, None], conv, recurrent, slots)
-            mixed[:num_decode] = tokens[:, 0]
+            mixed = self._step(projected[:num_decode, None], conv, recurrent, slots)[:, 0]
+        if num_decode < len(projected):
+            mixed = torch.cat((mixed, mixed.new_zeros(len(projected) - num_decode, mixed.shape[1])))
         pieces = _prefill_pieces(context, num_decode)
         for together in itertools.zip_longest(*pieces):
             present = [piece for piece in together if piece is not None]
@@ -103,6 +107,13 @@ class EngineGatedDeltaNet(LocalGatedDeltaNet):
         bounds: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Gives what the last linear reads, and replaces the states in the slots."""
+        if bounds is None and not self.kernels.are_torchs:
+            # Only here: Triton looks for a GPU driver when it is imported.
+            from megatron_trace.rollout.kernels.delta_step import delta_step, why_not
+
+            if why_not(*recurrent.shape[2:], recurrent.device) is None:
+                parameters = self._parameters_of_step()
+                return delta_step(projected[:, 0], conv, recurrent, slots, parameters)[:, None]
         mixed, conv_after, recurrent_after = self.advance(
             projected, conv[slots], recurrent[slots], bounds, keep_states=True
         )
@@ -111,6 +122,22 @@ class EngineGatedDeltaNet(LocalGatedDeltaNet):
         conv[slots] = conv_after.to(conv.dtype)
         recurrent[slots] = recurrent_after
         return mixed
+
+    def _parameters_of_step(self) -> DeltaParameters:
+        from megatron_trace.rollout.kernels.delta_step import DeltaParameters
+
+        weight, bias = self._conv_parameters()
+        norm: Any = self.out_norm
+        return DeltaParameters(
+            weight.contiguous(),
+            bias,
+            self.A_log,
+            self.dt_bias,
+            norm.weight,
+            norm.eps,
+            key_heads=self.num_k_heads_local_tp,
+            normalises=self.use_qk_l2norm,
+        )
 
     def _prefill(
         self,
