@@ -120,6 +120,50 @@ def encode_narrowed_hint(
     return _hint_of(key, payload, scale_bytes, *form)
 
 
+def encode_hints(
+    keys: Sequence[HintKey],
+    codes: Sequence[torch.Tensor],
+    scale_bytes: Sequence[torch.Tensor],
+    global_scale: torch.Tensor | float | None,
+    num_bits: int,
+    scale_form: ScaleForm = "raw",
+    number_format: NumberFormat = NVFP4,
+    *,
+    are_narrowed: bool = False,
+) -> list[SiteHint]:
+    """Gives the hints of several samples at one place by one call for all, in memory they share.
+
+    Args:
+        keys: Where each belongs.
+        codes: Of each sample what `encode_packed_hint` takes, or what `encode_narrowed_hint` does.
+        scale_bytes: uint8 [R, B] of each; the block scales that the rollout used.
+        global_scale: Decode-side scale of the place; kept in FP32. None if the format has none.
+        num_bits: Bits per value.
+        scale_form: Whether block scales are kept `raw`, or as `residue` modulo 8.
+        number_format: Format of the values.
+        are_narrowed: Whether the codes were narrowed already.
+
+    Raises:
+        ValueError: As `encode_hint`, of the first sample that is wrong.
+    """
+    encode = encode_narrowed_hint if are_narrowed else encode_packed_hint
+    form = global_scale, num_bits, scale_form, number_format
+    try:
+        every = encode(keys[0], torch.cat(list(codes)), torch.cat(list(scale_bytes)), *form)
+    except ValueError:
+        for key, of_sample, scales in zip(keys, codes, scale_bytes, strict=True):
+            encode(key, of_sample, scales, *form)
+        raise
+    counts = [len(scales) for scales in scale_bytes]
+    parts = every.payload.split(counts), every.scale_bytes.split(counts)
+    return [
+        SiteHint(
+            key, num_bits, payload, scales, every.global_scale, scale_form, every.number_format
+        )
+        for key, payload, scales in zip(keys, *parts, strict=True)
+    ]
+
+
 def _hint_of(
     key: HintKey,
     payload: torch.Tensor,

@@ -27,6 +27,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron_trace.hints import Site
 from megatron_trace.rollout.block_allocator import WrittenOnceAllocator
 from megatron_trace.rollout.recorder import Place
+from megatron_trace.rollout.row_groups import groups_of_rows
 from megatron_trace.rollout.row_sampler import require_finite_logits
 from megatron_trace.rollout.sites import RolloutSites
 
@@ -230,11 +231,9 @@ class RolloutContext(DynamicInferenceContext):
         self.sites.recorder.end_step()
         finished = (active_requests_mask == 0).nonzero()[:, 0] + self.paused_request_count
         chunked = self.get_index_of_chunked_prefill_request(safe=True)
-        for index in finished.tolist():
-            # The token that is sampled amid a prompt may be an end token.
-            if index != chunked:
-                request_id = int(self.request_ids[index])
-                self.finished[request_id] = self._saved(index, to_continue=self.keeps_pages)
+        # The token that is sampled amid a prompt may be an end token.
+        ended = [index for index in finished.tolist() if index != chunked]
+        self.finished |= self._saved(ended, to_continue=self.keeps_pages)
         return super().update_requests(active_requests_mask, new_tokens, *args, **kwargs)
 
     def begin_routing(self, routing: torch.Tensor) -> None:
@@ -279,9 +278,7 @@ class RolloutContext(DynamicInferenceContext):
     def release_memory_blocks_from_request_indexes(self, request_indexes: torch.Tensor) -> None:
         """Hands the pages of requests on."""
         if self._evicts:
-            for index in request_indexes.tolist():
-                request_id = int(self.request_ids[index])
-                self.continued[request_id] = self._saved(index, to_continue=True)
+            self.continued |= self._saved(request_indexes.tolist(), to_continue=True)
         super().release_memory_blocks_from_request_indexes(request_indexes)
 
     def reset(self, *args: Any, **kwargs: Any) -> None:
@@ -360,14 +357,55 @@ class RolloutContext(DynamicInferenceContext):
 
     # Megatron calls in inference mode, whose tensors could not be used in training.
     @torch.inference_mode(False)
-    def _saved(self, index: int, *, to_continue: bool) -> SavedRows:
+    def _saved(self, indices: Sequence[int], *, to_continue: bool) -> dict[int, SavedRows]:
+        """Gives by request what the requests at some indices have computed.
+
+        Rows of several are read together: one by one, short samples wait for hundreds of copies.
+        """
         started = time.perf_counter()
-        saved = self._rows_of(index, to_continue=to_continue)
+        saved: dict[int, SavedRows] = {}
+        for group in groups_of_rows([self._num_rows(index) for index in indices]):
+            saved |= self._saved_together(indices[group], to_continue=to_continue)
         self.sites.recorder.seconds += time.perf_counter() - started
         return saved
 
-    def _rows_of(self, index: int, *, to_continue: bool) -> SavedRows:
-        num_rows = int(self.request_kv_length_offsets[index] + self.request_query_lengths[index])
+    def _saved_together(self, indices: Sequence[int], *, to_continue: bool) -> dict[int, SavedRows]:
+        own = [self._written_places(index) for index in indices]
+        blocks, pages, offsets = zip(*own, strict=True)
+        counts = [len(rows) for rows in pages]
+        pages, offsets = torch.cat(pages), torch.cat(offsets)
+        recorder, on_device = self.sites.recorder, self._on_device(pages, offsets)
+        places = sorted(recorder.places) if recorder.is_recording else []
+        others = [place for place in places if not place[1].is_cached]
+        every: Records = dict(recorder.rows_of_places(others, pages, offsets))
+        every |= self._cached_records([p for p in places if p[1].is_cached], *on_device)
+        records: list[Records] = [{} for _ in indices]
+        for place, (codes, scale_bytes) in every.items():
+            parts = zip(records, codes.split(counts), scale_bytes.split(counts), strict=True)
+            for of_request, *rows in parts:
+                of_request[place] = rows[0], rows[1]
+        nothing = [None] * len(indices)
+        noted = recorder.versions(pages, offsets)
+        versions = nothing if noted is None else noted.split(counts)
+        cache, states = nothing, nothing
+        if to_continue:
+            cache = self.stored_rows(*on_device).cpu().split(counts, dim=2)
+            states = [self._saved_states(index) for index in indices]
+        routing = nothing
+        if self.moe_enable_routing_replay:
+            read = self.kv_block_allocator.reconstruct_routing_from_blocks
+            routing = [read(of.tolist(), count) for of, count in zip(blocks, counts, strict=True)]
+        fields = zip(counts, records, routing, cache, states, versions, strict=True)
+        requests = self.request_ids[list(indices)].tolist()
+        return {request: SavedRows(*own) for request, own in zip(requests, fields, strict=True)}
+
+    def _num_rows(self, index: int) -> int:
+        """Gives the tokens that the request at an index has computed."""
+        return int(self.request_kv_length_offsets[index] + self.request_query_lengths[index])
+
+    def _written_places(self, index: int) -> tuple[np.ndarray, torch.Tensor, torch.Tensor]:
+        """Gives `_places` of all that a request has computed."""
+        num_rows = self._num_rows(index)
         blocks, pages, offsets = self._places(index, 0, num_rows)
         written = self.kv_block_allocator.num_written[blocks]
         if (written[:-1] < self.block_size_tokens).any() or len(pages) > written.sum():
@@ -375,26 +413,7 @@ class RolloutContext(DynamicInferenceContext):
                 f"request {int(self.request_ids[index])} computed {num_rows} tokens, but its pages "
                 f"hold {written.sum()}"
             )
-        recorder = self.sites.recorder
-        places = sorted(recorder.places) if recorder.is_recording else []
-        on_device = self._on_device(pages, offsets)
-        others = [place for place in places if not place[1].is_cached]
-        records: Records = dict(recorder.rows_of_places(others, pages, offsets))
-        records |= self._cached_records([p for p in places if p[1].is_cached], *on_device)
-        routing = None
-        if self.moe_enable_routing_replay:
-            routing = self.kv_block_allocator.reconstruct_routing_from_blocks(
-                blocks.tolist(), num_rows
-            )
-        versions = recorder.versions(pages, offsets)
-        return SavedRows(
-            num_rows,
-            records,
-            routing,
-            self.stored_rows(*on_device).cpu() if to_continue else None,
-            self._saved_states(index) if to_continue else None,
-            versions,
-        )
+        return blocks, pages, offsets
 
     def _cached_records(
         self, places: Sequence[Place], pages: torch.Tensor, offsets: torch.Tensor

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -15,19 +16,22 @@ from megatron_trace.hints import (
     RolloutSample,
     ScaleForm,
     Site,
-    encode_packed_hint,
+    SiteHint,
     site_format,
     stored_bits,
 )
-from megatron_trace.hints.codec import encode_narrowed_hint
+from megatron_trace.hints.codec import encode_hints
 from megatron_trace.hints.types import HINT_BITS
 from megatron_trace.rollout.recorder import Place
+from megatron_trace.rollout.row_groups import groups_of_rows
+
+SampleRecords = Mapping[Place, tuple[torch.Tensor, torch.Tensor]]
 
 
 def store_records(
     store: HintSink,
     samples: Sequence[RolloutSample],
-    records: Sequence[Mapping[Place, tuple[torch.Tensor, torch.Tensor]]],
+    records: Sequence[SampleRecords],
     settings: QuantizerSettings,
     *,
     kept_bits: int = HINT_BITS[-1],
@@ -50,23 +54,36 @@ def store_records(
         hint_sites: Sites that guide training; the others are recorded for diagnostics only.
         diagnostic_share: Share of the samples that keep full codes.
     """
-    for sample, places in zip(samples, records, strict=True):
-        keeps_codes = is_diagnostic(sample.sample_id, diagnostic_share)
-        for (layer, site), (codes, scales) in places.items():
-            scale = settings.global_scale(layer, site)
+    for rows in groups_of_rows([sample.num_rows for sample in samples]):
+        group = list(zip(samples[rows], records[rows], strict=True))
+        coded = [one for one in group if is_diagnostic(one[0].sample_id, diagnostic_share)]
+        # Nearly always all samples have all places.
+        for place in dict.fromkeys(place for _, places in group for place in places):
+            (_, site), scale = place, settings.global_scale(*place)
             number_format = site_format(settings.formats, site)
             bits, all_bits = (stored_bits(number_format, asked) for asked in (hint_bits, 4))
-            key = HintKey(
-                sample.sample_id, layer, site, sample.policy_version, sample.settings_digest
-            )
             if site in hint_sites:
-                form = bits, hint_scales, number_format
-                are_whole = kept_bits == HINT_BITS[-1]
-                encode = encode_packed_hint if are_whole else encode_narrowed_hint
-                store.put(encode(key, codes, scales, scale, *form))
-            if keeps_codes:
-                form = all_bits, "raw", number_format
-                store.put(encode_packed_hint(key, codes, scales, scale, *form), RecordKind.CODES)
+                form = scale, bits, hint_scales, number_format
+                are_narrowed = kept_bits != HINT_BITS[-1]
+                for hint in _encoded(group, place, *form, are_narrowed=are_narrowed):
+                    store.put(hint)
+            for codes in _encoded(coded, place, scale, all_bits, "raw", number_format):
+                store.put(codes, RecordKind.CODES)
+
+
+def _encoded(
+    samples: Sequence[tuple[RolloutSample, SampleRecords]], place: Place, *form: Any, **options: Any
+) -> list[SiteHint]:
+    """Gives the hints of those samples that have records at a place; `encode_hints` says how."""
+    found = [(sample, places[place]) for sample, places in samples if place in places]
+    if not found:
+        return []
+    keys = [
+        HintKey(sample.sample_id, *place, sample.policy_version, sample.settings_digest)
+        for sample, _ in found
+    ]
+    codes, scales = ([rows[part] for _, rows in found] for part in (0, 1))
+    return encode_hints(keys, codes, scales, *form, **options)
 
 
 def is_diagnostic(sample_id: str, share: float) -> bool:

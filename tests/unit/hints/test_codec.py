@@ -18,6 +18,7 @@ from megatron_trace.hints import (
     payload_bits,
     stack_rows,
 )
+from megatron_trace.hints.codec import NVFP4, encode_hints, encode_narrowed_hint
 
 KEY = HintKey("s0", layer=3, site=Site.FC1, policy_version=7, settings_digest="abc")
 
@@ -113,6 +114,33 @@ def test_packed_codes_give_the_same_hint(num_bits: int, scale_form) -> None:
     assert torch.equal(hint.scale_bytes, other.scale_bytes)
     packed_codes.zero_()
     assert torch.equal(hint.payload, other.payload), "the hint shares the recorder's memory"
+
+
+@pytest.mark.parametrize("scale_form", ["raw", "residue"])
+@pytest.mark.parametrize("are_narrowed", [False, True])
+def test_samples_encoded_together_have_the_hints_of_each(are_narrowed: bool, scale_form) -> None:
+    keys = [dataclasses.replace(KEY, sample_id=f"s{rows}") for rows in (3, 0, 5)]
+    parts = [recorded(rows, 64)[1:] for rows in (3, 0, 5)]
+    codes = [formats.pack_codes(of_sample) for of_sample, _ in parts]
+    if are_narrowed:
+        codes = [formats.ops.narrowed(of_sample, 1) for of_sample in codes]
+    scales = [of_sample for _, of_sample in parts]
+    encode = encode_narrowed_hint if are_narrowed else encode_packed_hint
+    form = 0.25, 1, scale_form, NVFP4
+    together = encode_hints(keys, codes, scales, *form, are_narrowed=are_narrowed)
+    for hint, key, *rows in zip(together, keys, codes, scales, strict=True):
+        alone = encode(key, rows[0], rows[1], *form)
+        assert (hint.key, hint.num_rows) == (alone.key, alone.num_rows)
+        assert torch.equal(hint.payload, alone.payload)
+        assert torch.equal(hint.scale_bytes, alone.scale_bytes)
+
+
+def test_of_samples_encoded_together_the_wrong_one_is_named() -> None:
+    keys = [dataclasses.replace(KEY, sample_id=name) for name in ("good", "bad")]
+    codes = [torch.zeros(4, 32, dtype=torch.uint8) for _ in keys]
+    scales = [torch.full((4, 4), value, dtype=torch.uint8) for value in (0x38, 0x7F)]
+    with pytest.raises(ValueError, match=r"row 0, column 0 .*sample bad"):
+        encode_hints(keys, codes, scales, 0.25, 1)
 
 
 def test_residues_of_a_raw_hint_are_refused() -> None:
