@@ -130,26 +130,27 @@ SETTINGS = {
     ),
     "cpu-long": Setting(
         base_settings(
-            learning_rate=1e-4,
+            learning_rate=3e-5,
             prompts_per_step=16,
             samples_per_prompt=8,
             micro_batch_samples=128,
-            max_requests=512,
+            max_requests=512,  # Those of four steps, so that none waits for room.
             max_response_tokens=72,
             context=96,
             answer_format="last_line",
         ),
         methods=("bf16", "qat", "trace"),
         seeds=(0, 1, 2),
-        steps=100,
+        steps=160,
         num_held_out=400,
         save_every=20,
         start=DemoStart(
             LONG_CHAIN_SUMS,
-            WarmStartSettings(steps=450, batch_size=64, learning_rate=4e-3),
+            WarmStartSettings(steps=400, batch_size=64, learning_rate=4e-3),
             running_sums=True,
         ),
-        ahead=AsyncSettings(max_version_lag=3, drain_every=20),
+        # As many engine steps an update as a response has tokens: one version makes all of it.
+        ahead=AsyncSettings(max_version_lag=3, engine_steps_per_update=72, drain_every=20),
     ),
     "h200": Setting(
         base_settings(
