@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+import torch.nn.functional as F
 from megatron.core.inference.config import MambaInferenceStateConfig
 from megatron.core.inference.contexts.dynamic_context import DynamicInferenceContext
 from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols
@@ -90,7 +91,7 @@ class EngineGatedDeltaNet(LocalGatedDeltaNet):
             slots = metadata.batch_indices_decode[:num_decode]
             mixed = self._step(projected[:num_decode, None], conv, recurrent, slots)[:, 0]
         if num_decode < len(projected):
-            mixed = torch.cat((mixed, mixed.new_zeros(len(projected) - num_decode, mixed.shape[1])))
+            mixed = F.pad(mixed, (0, 0, 0, len(projected) - num_decode))
         pieces = _prefill_pieces(context, num_decode)
         for together in itertools.zip_longest(*pieces):
             present = [piece for piece in together if piece is not None]
@@ -111,7 +112,8 @@ class EngineGatedDeltaNet(LocalGatedDeltaNet):
             # Only here: Triton looks for a GPU driver when it is imported.
             from megatron_trace.rollout.kernels.delta_step import delta_step, why_not
 
-            if why_not(*recurrent.shape[2:], recurrent.device) is None:
+            key_dim, value_dim = recurrent.shape[2:]
+            if why_not(key_dim, value_dim, recurrent.device) is None:
                 parameters = self._parameters_of_step()
                 return delta_step(projected[:, 0], conv, recurrent, slots, parameters)[:, None]
         mixed, conv_after, recurrent_after = self.advance(
