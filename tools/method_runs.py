@@ -32,6 +32,7 @@ if __name__ == "__main__":  # Megatron and torch announce deprecations of their 
 
 import argparse
 import dataclasses
+import gc
 import json
 import subprocess
 import sys
@@ -440,4 +441,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    gc.freeze()  # A million objects of imports live to the end: no collection need see them.
     raise SystemExit(main())
