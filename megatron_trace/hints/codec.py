@@ -9,11 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from megatron_trace.formats import ops, pack_hint, unpack_bits, unpack_hint
 from megatron_trace.formats.number_format import NVFP4, NumberFormat
 from megatron_trace.formats.residues import to_residues
+from megatron_trace.hints.row_groups import groups_of_rows
 from megatron_trace.hints.types import (
     HintKey,
     ScaleForm,
@@ -314,6 +316,7 @@ def placed_rows(
         for source in (first.payload, first.scale_bytes)
     )
     valid = torch.zeros(num_rows, dtype=torch.bool, device=payload.device, pin_memory=pin_memory)
+    own: list[tuple[SiteHint, range]] = []
     for hint, place in zip(hints, places, strict=True):
         if hint is None or not hint.num_rows:
             continue
@@ -321,12 +324,29 @@ def placed_rows(
             raise ValueError(
                 f"{hint.num_rows} rows do not fit into {len(place)} positions ({hint.key})"
             )
-        own = place[: hint.num_rows]
-        rows = slice(own.start, own.stop, own.step)
-        payload[rows] = hint.payload
-        scale_bytes[rows] = hint.scale_bytes
-        valid[rows] = True
+        own.append((hint, place[: hint.num_rows]))
+    for group in groups_of_rows([hint.num_rows for hint, _ in own]):
+        _put_rows(own[group], payload, scale_bytes, valid)
     return payload, scale_bytes, valid
+
+
+def _put_rows(
+    hints: Sequence[tuple[SiteHint, range]],
+    payload: torch.Tensor,
+    scale_bytes: torch.Tensor,
+    valid: torch.Tensor,
+) -> None:
+    """Puts the rows of hints where they are to stand; those of several by one call each."""
+    if len(hints) == 1:
+        hint, place = hints[0]
+        rows = slice(place.start, place.stop, place.step)
+        payload[rows], scale_bytes[rows], valid[rows] = hint.payload, hint.scale_bytes, True
+        return
+    numbers = [np.arange(place.start, place.stop, place.step) for _, place in hints]
+    rows = torch.from_numpy(np.concatenate(numbers)).to(payload.device)
+    payload.index_copy_(0, rows, torch.cat([hint.payload for hint, _ in hints]))
+    scale_bytes.index_copy_(0, rows, torch.cat([hint.scale_bytes for hint, _ in hints]))
+    valid.index_fill_(0, rows, True)
 
 
 def _layout(hint: SiteHint) -> tuple[int, str, str, int, int, str, float | None]:

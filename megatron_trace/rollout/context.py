@@ -25,9 +25,9 @@ from megatron.core.inference.inference_request import DynamicInferenceRequest
 from megatron.core.transformer import TransformerConfig
 
 from megatron_trace.hints import Site
+from megatron_trace.hints.row_groups import groups_of_rows
 from megatron_trace.rollout.block_allocator import WrittenOnceAllocator
 from megatron_trace.rollout.recorder import Place
-from megatron_trace.rollout.row_groups import groups_of_rows
 from megatron_trace.rollout.row_sampler import require_finite_logits
 from megatron_trace.rollout.sites import RolloutSites
 

@@ -21,9 +21,9 @@ from megatron_trace.hints import (
     stored_bits,
 )
 from megatron_trace.hints.codec import encode_hints
+from megatron_trace.hints.row_groups import groups_of_rows
 from megatron_trace.hints.types import HINT_BITS
 from megatron_trace.rollout.recorder import Place
-from megatron_trace.rollout.row_groups import groups_of_rows
 
 SampleRecords = Mapping[Place, tuple[torch.Tensor, torch.Tensor]]
 

@@ -509,11 +509,13 @@ def _hints(
         raise ValueError("method trace needs the store with the rollout's hints; got None")
     tolerant = sites.trace.missing_hints == "rtn"
     rows: dict[Place, HintRows] = {}
+    parts = {
+        site: _parts(site, order, sites) for site in {site for _, site in sites.recorded_places}
+    }
     for place in sites.recorded_places:
-        parts = _parts(place[1], order, sites)
         hints = [
             _get(sample, place, store, RecordKind.HINT, tolerant, part)
-            for sample, part in zip(samples, parts, strict=True)
+            for sample, part in zip(samples, parts[place[1]], strict=True)
         ]
         if any(hint is not None for hint in hints):
             form = sites.trace.hint_bits, sites.trace.hint_scales
@@ -529,12 +531,21 @@ def _codes(
     pin_memory: bool,
 ) -> dict[Place, HintRows]:
     rows: dict[Place, HintRows] = {}
-    for place in _code_places(samples, store, sites):
+    places = _code_places(samples, store, sites)
+    parts = {site: _parts(site, order, sites) for site in {site for _, site in places}}
+    # Most samples have no codes: only diagnostic ones do.
+    coded = {
+        sample.sample_id
+        for sample in samples
+        if places and store is not None and store.places(sample.sample_id, RecordKind.CODES)
+    }
+    for place in places:
         assert store is not None, "without a store there are no places"
-        parts = _parts(place[1], order, sites)
         hints = [
             _get(sample, place, store, RecordKind.CODES, True, part)
-            for sample, part in zip(samples, parts, strict=True)
+            if sample.sample_id in coded
+            else None
+            for sample, part in zip(samples, parts[place[1]], strict=True)
         ]
         rows[place] = _stack(hints, place, sites, order, 4, "raw", pin_memory)
     return rows

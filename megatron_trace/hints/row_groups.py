@@ -1,4 +1,4 @@
-"""Samples whose rows are read or encoded by one call: short ones together, long ones alone."""
+"""Samples whose rows are handled by one call: short ones together, long ones alone."""
 
 from __future__ import annotations
 
