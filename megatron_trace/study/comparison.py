@@ -146,9 +146,11 @@ def save_logs(path: Path, logs: Iterable[RunLog]) -> None:
 
 
 def load_logs(path: Path) -> list[RunLog]:
-    """Reads what `save_logs` wrote."""
+    """Reads what `save_logs` wrote; a column that it did not keep yet has no numbers."""
     lines = gzip.decompress(path.read_bytes()).decode().splitlines()
-    return [RunLog(**json.loads(line)) for line in lines]
+    logs = [RunLog(**json.loads(line)) for line in lines]
+    unknown = [dict.fromkeys(COLUMNS, [math.nan] * log.num_steps) for log in logs]
+    return [replace(log, steps=none | log.steps) for log, none in zip(logs, unknown, strict=True)]
 
 
 def _rounded(value: Any) -> Any:

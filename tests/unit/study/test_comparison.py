@@ -181,6 +181,15 @@ def test_folders_give_logs_that_survive_their_file(tmp_path: Path) -> None:
     assert read.steps["reward"] == log.steps["reward"]
 
 
+def test_logs_from_before_a_column_was_kept_still_give_their_page(tmp_path: Path) -> None:
+    log = log_of("qat", 0, solved={0: "01"})
+    del log.steps["health.lag_max"]
+    comparison.save_logs(tmp_path / "logs.jsonl.gz", [log])
+    logs = comparison.load_logs(tmp_path / "logs.jsonl.gz")
+    write_page(tmp_path / "page.md", "Title", logs, command="make")
+    assert "| qat | 1 of 1 |" in (tmp_path / "page.md").read_text()
+
+
 def test_the_page_has_partial_runs_and_keeps_them_out_of_the_numbers(tmp_path: Path) -> None:
     logs = [
         log_of("bf16", 0, rewards=[0.5], gaps=[0.1], solved={0: "11"}),
