@@ -197,7 +197,10 @@ class RowSampler(Sampling):
             logprobs = logits.log_softmax(-1)
         tokens = tokens.clamp(max=logits.shape[1] - 1)  # Beyond it only where a logit is NaN.
         chosen = logprobs.gather(1, tokens[:, None])[:, 0]
-        tokens = tokens.masked_fill(~torch.isfinite(logits).all(-1), _NOT_FINITE)
+        # FP32 cannot overflow a sum in FP64, which is NaN or Inf if a logit is.
+        tokens = tokens.masked_fill(
+            ~torch.isfinite(logits.sum(-1, dtype=torch.float64)), _NOT_FINITE
+        )
         versions = None
         if self.policy_version is not None:
             versions = torch.full_like(tokens, self.policy_version, dtype=torch.int64)

@@ -105,7 +105,8 @@ def sampling_logprobs(logits: torch.Tensor, settings: SamplingSettings) -> torch
     Returns:
         FP32 [N, V]; -inf for tokens that are filtered out.
     """
-    scaled = logits / settings.temperature
+    # A division by 1 changes nothing, but reads and writes all of them.
+    scaled = logits if settings.temperature == 1.0 else logits / settings.temperature
     if 0 < settings.top_k < scaled.shape[1]:
         last_kept = scaled.topk(settings.top_k, dim=-1).values[:, -1:]
         scaled = scaled.masked_fill(scaled < last_kept, -torch.inf)
@@ -127,6 +128,15 @@ def draw(logprobs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
         logprobs: FP32 [N, V].
         uniform: FP64 [N], from 0 to 1.
     """
+    if logprobs.is_cuda:
+        # Only here: Triton looks for a GPU driver when it is imported.
+        from megatron_trace.rollout.kernels import draw as kernel
+
+        return kernel.draw(logprobs.contiguous(), uniform)
+    return _draw_by_torch(logprobs, uniform)
+
+
+def _draw_by_torch(logprobs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     rows = max(1, _CHUNK_VALUES // logprobs.shape[1])
     tokens = []
     for part, numbers in zip(logprobs.split(rows), uniform.split(rows), strict=True):

@@ -1,4 +1,4 @@
-"""Compares a Gated DeltaNet's step in its slots with torch; a program, for TRITON_INTERPRET.
+"""Compares a Gated DeltaNet's step in its slots with its definition; for TRITON_INTERPRET.
 
 python interpreted_delta_step.py DEVICE DTYPE     prints how many layers were compared
 """
@@ -9,7 +9,6 @@ import sys
 import torch
 import torch.nn.functional as F
 
-from megatron_trace.models import delta_rule
 from megatron_trace.rollout.kernels.delta_step import DeltaParameters, delta_step
 
 # Measured in FP32, interpreted: 3e-7. BF16: a rounding of a value up to 4, or of what follows it.
@@ -17,32 +16,36 @@ TOLERANCES = {torch.float32: 4e-6, torch.bfloat16: 4e-2}
 SLOTS = 6
 
 
-def by_torch(
+def by_definition(
     projected: torch.Tensor,
     conv: torch.Tensor,
     recurrent: torch.Tensor,
     p: DeltaParameters,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gives output and states by the functions of `models/delta_rule.py`."""
+    """Gives output and states, in FP32, rounded where `models/gated_delta_net.py` rounds."""
     heads, key_dim, value_dim = recurrent.shape[1:]
+    dtype, each = projected.dtype, heads // p.key_heads
     sections = [conv.shape[1], heads * value_dim, heads, heads]
-    qkv, gate, beta, alpha = projected[:, None].split(sections, dim=-1)
-    qkv, conv = delta_rule.convolve(qkv, p.weight, p.bias, conv, keep_state=True)
-    sizes = [p.key_heads * key_dim, p.key_heads * key_dim, heads * value_dim]
-    query, key, value = (
-        part.unflatten(-1, (-1, dim))
-        for part, dim in zip(qkv.split(sizes, dim=-1), (key_dim, key_dim, value_dim), strict=True)
-    )
+    qkv, gate, beta, alpha = projected.split(sections, dim=-1)
+    conv = torch.cat((conv[..., 1:], qkv[..., None]), dim=-1)
+    y = (conv.float() * p.weight.float()).sum(-1)
+    y = F.silu(y if p.bias is None else y + p.bias.float()).to(dtype)
+    query_key, value = y.split([2 * p.key_heads * key_dim, heads * value_dim], dim=-1)
+    query_key = query_key.unflatten(-1, (2, p.key_heads, key_dim)).float()
     if p.normalises:
-        query, key = delta_rule.normalise(query), delta_rule.normalise(key)
-    query, key = (x.repeat_interleave(heads // p.key_heads, dim=2) for x in (query, key))
+        lengths = (query_key.square().sum(-1, keepdim=True) + 1e-6).sqrt()
+        query_key = (query_key / lengths).to(dtype).float()
+    query, key = query_key.repeat_interleave(each, dim=2).unbind(1)
+    value = value.unflatten(-1, (heads, value_dim)).float()
     decay = -p.a_log.float().exp() * F.softplus(alpha.float() + p.dt_bias.float())
-    mixed, recurrent = delta_rule.mix(
-        query, key, value, decay, beta.sigmoid(), recurrent, keep_state=True
-    )
-    normed = F.rms_norm(mixed, (value_dim,), p.norm_weight, p.norm_eps)
-    gated = normed * F.silu(gate.unflatten(-1, (-1, value_dim)).float())
-    return gated.to(projected.dtype).flatten(1), conv, recurrent
+    recurrent = recurrent * decay.exp()[..., None, None]
+    known = torch.einsum("nhkv,nhk->nhv", recurrent, key)
+    written = beta.sigmoid().float()[..., None] * (value - known)
+    recurrent = recurrent + key[..., None] * written[..., None, :]
+    read = torch.einsum("nhkv,nhk->nhv", recurrent, query) * key_dim**-0.5
+    normed = F.rms_norm(read.to(dtype), (value_dim,), p.norm_weight, p.norm_eps)
+    gated = normed * F.silu(gate.unflatten(-1, (heads, value_dim)).float())
+    return gated.to(dtype).flatten(1), conv, recurrent
 
 
 def compare(device: str, dtype: torch.dtype) -> int:
@@ -73,7 +76,7 @@ def compare(device: str, dtype: torch.dtype) -> int:
         projected[:, -heads:] *= torch.tensor([[1.0], [10.0], [30.0], [-30.0]], device=device)
         conv = normal(SLOTS, channels, taps)
         recurrent = torch.randn(SLOTS, heads, key_dim, value_dim).to(device)
-        expected = by_torch(projected, conv[slots], recurrent[slots], parameters)
+        expected = by_definition(projected, conv[slots], recurrent[slots], parameters)
         own_conv, own_recurrent = conv.clone(), recurrent.clone()
         output = delta_step(projected, own_conv, own_recurrent, slots, parameters)
         conv[slots] = expected[1].to(dtype)
