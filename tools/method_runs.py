@@ -1,7 +1,7 @@
 """RL runs of all methods side by side: makes the missing ones, then the tables of all.
 
     python tools/method_runs.py --setting cpu --processes 2
-    python tools/method_runs.py --setting cpu-long --processes 9
+    python tools/method_runs.py --setting cpu-long --processes 2
     python tools/method_runs.py --setting h200 --processes 6 --tasks out/moe_100m.jsonl.gz
     python tools/method_runs.py --setting cpu --methods bf16 qat trace --perturb 0.1 --processes 2
     python tools/method_runs.py --setting cpu --report-only
@@ -142,7 +142,7 @@ SETTINGS = {
         ),
         methods=("bf16", "qat", "trace"),
         seeds=(0, 1, 2),
-        steps=160,
+        steps=120,
         num_held_out=400,
         save_every=20,
         start=DemoStart(
@@ -150,8 +150,9 @@ SETTINGS = {
             WarmStartSettings(steps=400, batch_size=64, learning_rate=4e-3),
             running_sums=True,
         ),
-        # As many engine steps an update as a response has tokens: one version makes all of it.
-        ahead=AsyncSettings(max_version_lag=3, engine_steps_per_update=72, drain_every=20),
+        # As many engine steps an update as a response has tokens: one version makes all of it, and
+        # the samples of four steps together.
+        ahead=AsyncSettings(max_version_lag=3, engine_steps_per_update=72, drain_every=4),
     ),
     "h200": Setting(
         base_settings(
