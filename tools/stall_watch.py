@@ -31,6 +31,7 @@ _COUNTERS = struct.Struct("qq")
 _BEAT_S = 0.02
 _GAP_S = 0.5
 _MEMORY_STEP_KB = 1 << 20
+_QUIET = "futex", "poll", "nanosleep"
 _QUERIES = (
     "gpu=utilization.gpu,utilization.memory,memory.used,clocks.sm,pstate",
     "compute-apps=pid,used_memory",
@@ -121,7 +122,8 @@ def watch(pid: int, path: Path, after_s: float, *, native: bool) -> None:
             reported += 1
             _say(started, f"no progress beyond {work} for {now - since:.1f} s; {beats} beats")
             _report(pid, path, before)
-            if native and reported == 2:
+            # Not before the first work is done: until then it compiles.
+            if native and reported == 2 and work:
                 _native(pid)
 
 
@@ -132,20 +134,20 @@ def _report(pid: int, path: Path, before: dict[str, int]) -> None:
     time.sleep(0.4)
     more_beats = _COUNTERS.unpack(path.read_bytes())[1] - beats
     print(f"  beats in .4 s: {more_beats} (0: no thread of Python gets a turn)")
+    num_quiet = 0
     for task in tasks:
         used = _ticks(task) - ticks[task]
         parts = {name: _read(task / name) for name in ("comm", "wchan", "syscall", "stack")}
         state = _read(task / "stat").rpartition(")")[2].split()[:1]
-        quiet = "futex" in parts["wchan"] or "poll" in parts["wchan"] or "nanosleep" in str(parts)
-        stack = "" if quiet and not used else " | " + " < ".join(parts["stack"].split("\n")[:6])
-        call = parts["syscall"].split()[:3]
-        print(f"  {task.name} {parts['comm']} {state} {used} ticks {parts['wchan']} {call}{stack}")
+        if not used and any(name in parts["wchan"] for name in _QUIET):
+            num_quiet += 1
+            continue
+        call, stack = parts["syscall"].split()[:3], " < ".join(parts["stack"].split("\n")[:8])
+        print(f"  {task.name} {parts['comm']} {state} {used} ticks {parts['wchan']} {call} {stack}")
+    print(f"  {num_quiet} more threads wait for another one, a timer or a socket")
     now = _vmstat()
     print("  vmstat since start:", {k: v - before.get(k, 0) for k, v in now.items()}, _meminfo())
-    for query in (
-        "gpu=utilization.gpu,memory.used,clocks.sm,pstate",
-        "compute-apps=pid,used_memory",
-    ):
+    for query in _QUERIES:
         command = ["nvidia-smi", f"--query-{query}", "--format=csv,noheader"]
         print("  nvidia-smi", query, _output(command, 5), flush=True)
     # The GPU's driver tells of its faults here.

@@ -11,6 +11,7 @@ of a pack on this context-parallel rank, L MoE layers, E experts, k top-k, K val
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -306,7 +307,8 @@ def stage_micro_batch(
     valid = torch.zeros(length - 1, len(samples), dtype=torch.bool)
     for b, sample in enumerate(samples):
         response = slice(len(sample.prompt_tokens) - 1, sample.num_rows)
-        tokens[b, : len(sample.tokens)] = torch.tensor(sample.tokens)
+        own = _token_ids(sample)
+        tokens[b, : len(own)] = own
         loss_mask[b, response] = True if sample.given is None else sample.given == 0
         rollout_logprobs[b, response] = sample.logprobs.float()
         valid[: sample.num_rows, b] = True
@@ -413,11 +415,11 @@ def _require_samples(samples: Sequence[RolloutSample], sites: TraceSites) -> Non
                 f"the model's context of {model.max_sequence_length}; shorten the prompt or the "
                 "response"
             )
-        if not 0 <= min(sample.tokens) <= max(sample.tokens) < model.vocab_size:
+        least, most = (int(end) for end in _token_ids(sample).aminmax())
+        if not 0 <= least <= most < model.vocab_size:
             raise ValueError(
-                f"sample {sample.sample_id} has tokens {min(sample.tokens)} to "
-                f"{max(sample.tokens)}, but the model's vocabulary is 0 to {model.vocab_size - 1}; "
-                "it was rolled out by another model"
+                f"sample {sample.sample_id} has tokens {least} to {most}, but the model's "
+                f"vocabulary is 0 to {model.vocab_size - 1}; it was rolled out by another model"
             )
         if digest is not None and sample.settings_digest != digest:
             raise ValueError(
@@ -425,6 +427,15 @@ def _require_samples(samples: Sequence[RolloutSample], sites: TraceSites) -> Non
                 f"{sample.settings_digest or '(none: BF16)'}, but this trainer has {digest}; "
                 "give TraceSites the settings of the engine that made the sample"
             )
+
+
+def _token_ids(sample: RolloutSample) -> torch.Tensor:
+    """Gives int64 [T], by way of an array: torch asks each Python number by itself.
+
+    What reads ahead does this beside the training, and until it is done no other thread of Python
+    has a turn.
+    """
+    return torch.frombuffer(array("q", sample.tokens), dtype=torch.int64)
 
 
 def _row_order(

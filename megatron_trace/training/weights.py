@@ -256,8 +256,8 @@ def _changed(
     amax: Sequence[torch.Tensor | None],
 ) -> list[bool]:
     """Gives whether bits or amax of each weight differ from those that were quantised."""
-    bits = [weights[index].detach().to(torch.bfloat16).view(torch.int16) for index in asked]
-    changed = _changed_bits(bits, [known.source_bits for known in asked.values()])
+    values = [_as_bf16(weights[index]) for index in asked]
+    changed = _changed_bits(values, [known.source_bits for known in asked.values()])
     old = [known.amax for known in asked.values() if known.amax is not None]
     new = [whole for index in asked if (whole := amax[index]) is not None]
     if not old:
@@ -267,16 +267,21 @@ def _changed(
     return [of_bits | (known.amax is not None and next(differs)) for known, of_bits in pairs]
 
 
-def _changed_bits(tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Gives which tensors differ from others of their shapes, bool on their device."""
-    if tensors[0].is_cuda:
+def _as_bf16(weight: torch.Tensor) -> torch.Tensor:
+    # Hundreds of calls that change nothing take the host a millisecond.
+    return weight if weight.dtype == torch.bfloat16 else weight.detach().to(torch.bfloat16)
+
+
+def _changed_bits(values: Sequence[torch.Tensor], bits: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Gives which BF16 tensors have other bits than int16 ones of their shapes, as bool."""
+    if values[0].is_cuda:
         # Only here: Triton looks for a GPU driver when it is imported.
         from megatron_trace.formats import kernels_changed
 
-        if all(map(kernels_changed.can_compare, (*tensors, *others))):
-            return kernels_changed.changed_bits(tensors, others)
-    pairs = zip(tensors, others, strict=True)
-    return torch.stack([(tensor != other).any() for tensor, other in pairs])
+        if all(map(kernels_changed.can_compare, (*values, *bits))):
+            return kernels_changed.changed_bits(values, bits)
+    pairs = zip(values, bits, strict=True)
+    return torch.stack([(of.view(torch.int16) != other).any() for of, other in pairs])
 
 
 def expert_weight_digest(
