@@ -15,6 +15,8 @@ import torch
 from megatron_trace.formats import BLOCK_SIZE, MX_BLOCK_SIZE
 
 _MODULUS = 1 << 128
+# Of codes and scale bytes, held a second time on the device while they are copied.
+_BYTES_AT_ONCE = 64 << 20
 
 
 def matrix_digest(
@@ -55,6 +57,64 @@ def matrix_digest(
     digest.update(packed_codes.detach().cpu().contiguous().numpy())
     digest.update(scale_bytes.detach().cpu().contiguous().numpy())
     return int.from_bytes(digest.digest()[:16], "little")
+
+
+class DigestSum:
+    """The sum of `matrix_digest` of many matrices, which come to the host many at a time.
+
+    One by one, each would wait for the device three times.
+    """
+
+    def __init__(self) -> None:
+        self._total = self._num_bytes = 0
+        self._waiting: list[tuple[tuple[int, int, str], list[torch.Tensor]]] = []
+
+    def add(
+        self,
+        layer: int,
+        expert: int,
+        matrix: str,
+        packed_codes: torch.Tensor,
+        scale_bytes: torch.Tensor,
+        global_scale: float | torch.Tensor | None,
+    ) -> None:
+        """Adds a matrix, as of `matrix_digest`; its tensors must stay as they are until `total`."""
+        parts = [packed_codes, scale_bytes]
+        if global_scale is not None:
+            parts.append(torch.as_tensor(global_scale, dtype=torch.float32).reshape(1))
+        self._waiting.append(((layer, expert, matrix), parts))
+        self._num_bytes += packed_codes.numel() + scale_bytes.numel()
+        if self._num_bytes >= _BYTES_AT_ONCE:
+            self._hash()
+
+    def total(self) -> int:
+        """Gives the sum of the digests of all matrices."""
+        self._hash()
+        return self._total
+
+    def _hash(self) -> None:
+        places = [place for place, _ in self._waiting]
+        matrices = _on_host([parts for _, parts in self._waiting])
+        for place, (packed_codes, scale_bytes, *scale) in zip(places, matrices, strict=True):
+            global_scale = scale[0] if scale else None
+            self._total += matrix_digest(*place, packed_codes, scale_bytes, global_scale)
+        self._waiting, self._num_bytes = [], 0
+
+
+def _on_host(matrices: list[list[torch.Tensor]]) -> list[list[torch.Tensor]]:
+    """Gives tensors in host memory, by one copy of those on a device."""
+    tensors = [tensor.detach() for parts in matrices for tensor in parts]
+    moved = [index for index, tensor in enumerate(tensors) if tensor.is_cuda]
+    if moved:
+        flat = [tensors[index].contiguous().view(torch.uint8).flatten() for index in moved]
+        pieces = torch.cat(flat).cpu().split([len(piece) for piece in flat])
+        for index, piece in zip(moved, pieces, strict=True):
+            tensor = tensors[index]
+            if tensor.dtype != torch.uint8:  # A view of floats would have to be aligned.
+                piece = piece.clone()
+            tensors[index] = piece.view(tensor.dtype).view(tensor.shape)
+    found = iter(tensors)
+    return [[next(found) for _ in parts] for parts in matrices]
 
 
 def combine_digests(digests: Iterable[int]) -> str:

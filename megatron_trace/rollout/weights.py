@@ -16,7 +16,7 @@ from megatron_trace import compat
 from megatron_trace.config import Implementation
 from megatron_trace.formats import NumberFormat, decode, ops, unpack_codes
 from megatron_trace.formats.packed_matrix import PackedMatrix
-from megatron_trace.hints.weight_digest import combine_digests, matrix_digest
+from megatron_trace.hints.weight_digest import DigestSum, combine_digests
 from megatron_trace.models.hybrid import DecoderLayer, ExpertLinear, named_expert_linears
 from megatron_trace.rollout.packed_experts import PackedRoutedExperts
 from megatron_trace.rollout.sites import OPERAND_DTYPE
@@ -100,7 +100,7 @@ def quantise_experts(
     Raises:
         ValueError: A weight is NaN or Inf, also of an expert that no token reaches.
     """
-    digests = []
+    digests = DigestSum()
     for layer in layers:
         matrices = [
             (expert, matrix, linear, cast("torch.Tensor", linear.weight))
@@ -119,7 +119,7 @@ def quantise_experts(
             )
             _quantise_in_place(linear, weight, quantiser, number_format)
             assert quantiser.record is not None, "ModelOpt did not call the weight quantiser"
-            digests.append(matrix_digest(layer.index, expert, matrix, *quantiser.record))
+            digests.add(layer.index, expert, matrix, *quantiser.record)
             packed = getattr(layer.moe, "routed_experts", None)
             if isinstance(packed, PackedRoutedExperts):
                 packed_codes, scale_bytes, scale = quantiser.record
@@ -131,7 +131,7 @@ def quantise_experts(
                 keep[layer.index, expert, matrix] = PackedMatrix(
                     packed_codes.cpu(), scale_bytes.cpu(), scale.float().cpu()
                 )
-    return combine_digests(digests)
+    return combine_digests([digests.total()])
 
 
 def require_finite(amax: torch.Tensor, places: Sequence[MatrixPlace]) -> None:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_trace.formats import NVFP4, NumberFormat, ops
-from megatron_trace.hints.weight_digest import combine_digests, matrix_digest
+from megatron_trace.hints.weight_digest import DigestSum, combine_digests
 from megatron_trace.models.hybrid import DecoderModel, decoder_layers, named_expert_linears
 from megatron_trace.training.over_ranks import device_of
 
@@ -322,7 +322,7 @@ def expert_weight_digest(
 
 def _chunk_digest(model: DecoderModel, sites: TraceSites) -> int:
     """Gives the sum of the matrices' digests over the expert-parallel ranks of a stage."""
-    total, group = 0, None
+    digests, group = DigestSum(), None
     for layer in decoder_layers(model):
         if layer.moe is None:
             continue
@@ -340,9 +340,8 @@ def _chunk_digest(model: DecoderModel, sites: TraceSites) -> int:
                 _whole_matrix(part, matrix, etp_group, gated=gated)
                 for part in (weight.packed_codes, weight.scale_bytes)
             )
-            total += matrix_digest(
-                layer.index, expert, matrix, packed_codes, scale_bytes, weight.global_scale
-            )
+            digests.add(layer.index, expert, matrix, packed_codes, scale_bytes, weight.global_scale)
+    total = digests.total()
     if group is not None and group.size() > 1:
         total = _sum_over_ranks(total, group)
     return total

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from megatron_trace.hints import weight_digest
 from megatron_trace.hints.weight_digest import combine_digests, matrix_digest
 
 
@@ -28,6 +29,24 @@ def test_exchanged_experts_change_the_digest(matrix):
     as_is = [matrix_digest(0, 0, "fc1", *first), matrix_digest(0, 1, "fc1", *second)]
     exchanged = [matrix_digest(0, 1, "fc1", *first), matrix_digest(0, 0, "fc1", *second)]
     assert combine_digests(as_is) != combine_digests(exchanged)
+
+
+@pytest.mark.parametrize("bytes_at_once", [1, 300, 1 << 20])
+def test_matrices_that_are_hashed_together_have_the_sum_of_their_digests(
+    monkeypatch, bytes_at_once: int
+) -> None:
+    monkeypatch.setattr(weight_digest, "_BYTES_AT_ONCE", bytes_at_once)
+    device = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
+    digests, expected = weight_digest.DigestSum(), []
+    for expert, scale in enumerate((0.5, torch.tensor(0.25), None)):
+        columns = 32 if scale is None else 16
+        codes = torch.full((5, 48), expert, dtype=torch.uint8)
+        scales = torch.full((5, 96 // columns), 7, dtype=torch.uint8)
+        expected.append(matrix_digest(1, expert, "fc2", codes, scales, scale))
+        if isinstance(scale, torch.Tensor):
+            scale = scale.to(device)
+        digests.add(1, expert, "fc2", codes.to(device), scales.to(device), scale)
+    assert digests.total() == sum(expected)
 
 
 @pytest.mark.parametrize(
