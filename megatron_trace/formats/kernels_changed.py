@@ -36,7 +36,7 @@ def changed_bits(tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor]
     device = tensors[0].device
     words = [tensor.nbytes // _WORD_BYTES for tensor in tensors]
     pointers = [[tensor.data_ptr() for tensor in of] for of in (tensors, others)]
-    pairs = torch.tensor([*pointers, words], dtype=torch.int64).to(device)
+    pairs = torch.tensor([*pointers, words], dtype=torch.int64).to(device, non_blocking=True)
     changed = torch.zeros(len(words), dtype=torch.bool, device=device)
     with torch.cuda.device_of(pairs):
         _changed_kernel[(max(triton.cdiv(max(words), _WORDS), 1), len(words))](

@@ -530,9 +530,10 @@ def expert_linears(moe: MoELayer) -> Iterator[tuple[int, str, ExpertLinear]]:
                 yield expert, matrix, getattr(of_experts[local], f"linear_{matrix}")
 
 
-def causal_mask(num_positions: int) -> torch.Tensor:
+def causal_mask(num_positions: int, device: torch.device | None = None) -> torch.Tensor:
     """Gives Megatron's boolean attention mask [1, 1, S, S], True where attention is forbidden."""
-    return torch.ones(1, 1, num_positions, num_positions, dtype=torch.bool).triu(1)
+    shape = (1, 1, num_positions, num_positions)
+    return torch.ones(shape, dtype=torch.bool, device=device).triu(1)
 
 
 def _main_pattern(pattern: str) -> str:

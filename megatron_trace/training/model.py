@@ -209,8 +209,9 @@ def forward_micro_batch(
 def forward_arguments(micro_batch: MicroBatch) -> dict[str, Any]:
     """Gives what the model's forward takes on this rank: inputs, positions, and what attends.
 
-    Under context parallelism there is no mask: the core attention knows the positions. Nor is there
-    one for a pack, which has the bounds of its sequences (`packed_seq_params`).
+    Only Megatron's own attention gets a mask, torch's is causal by itself; under context
+    parallelism the core attention knows the positions. Nor is there one for a pack, which has the
+    bounds of its sequences (`packed_seq_params`).
     """
     sites, order = micro_batch.made_for, micro_batch.order
     arguments = {
@@ -220,8 +221,8 @@ def forward_arguments(micro_batch: MicroBatch) -> dict[str, Any]:
     }
     if order.packed:
         return arguments | {"packed_seq_params": packed_seq_params(order.bounds, sites.device)}
-    if sites.shape.layout.cp_size == 1:
-        arguments["attention_mask"] = causal_mask(micro_batch.num_positions).to(sites.device)
+    if sites.shape.layout.cp_size == 1 and sites.needs_mask:
+        arguments["attention_mask"] = causal_mask(micro_batch.num_positions, sites.device)
     return arguments
 
 

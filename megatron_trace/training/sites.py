@@ -96,7 +96,16 @@ class TraceSites:
         pattern = getattr(self._model, "hybrid_layer_pattern", None) or ""
         if self.shape.layout.cp_size > 1 and Symbols.GDN in pattern:
             return False
-        return all(
+        return not self.needs_mask
+
+    @property
+    def needs_mask(self) -> bool:
+        """Whether an attention here has to be told what it may attend to.
+
+        torch's is causal by itself, and a mask of S x S for each micro-batch takes the host
+        milliseconds and, of long contexts, gigabytes.
+        """
+        return not all(
             isinstance(layer.attention.core_attention, SDPACoreAttention)
             for layer in decoder_layers(self._model)
             if layer.attention is not None
