@@ -37,7 +37,7 @@ from megatron_trace.formats import (
     kernels_bf16,
     kernels_fused,
 )
-from megatron_trace.formats.kernels import Launch
+from megatron_trace.formats.kernels_inputs import Launch
 from megatron_trace.testing.hard_inputs import MIDPOINTS, hard_inputs
 from megatron_trace.testing.kernel_equality import assert_kernels_equal_reference
 

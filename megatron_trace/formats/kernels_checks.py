@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from megatron_trace.formats import kernels
+from megatron_trace.formats.kernels_inputs import prepared_values
 
 # Values of a program.
 _VALUES = 8192
@@ -43,7 +43,7 @@ def num_non_finite(x: torch.Tensor) -> torch.Tensor:
 
 
 def _count(x: torch.Tensor, limit: float, size: int, *, BEYOND: bool) -> torch.Tensor:
-    x = kernels.prepared_values(x)
+    x = prepared_values(x)
     count = torch.zeros((), dtype=torch.int64, device=x.device)
     num_blocks = triton.cdiv(x.numel(), size)
     if num_blocks:

@@ -12,11 +12,13 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import libdevice
 
-from megatron_trace.formats import fused, kernels, kernels_rows
+from megatron_trace.formats import fused
 from megatron_trace.formats import kernels_bf16 as bf16
+from megatron_trace.formats import kernels_inputs as inputs
 from megatron_trace.formats import kernels_octets as octets
 from megatron_trace.formats import kernels_tiles as tiles
 from megatron_trace.formats.checks import require_multiple
+from megatron_trace.formats.kernels_inputs import Launch, launch_octets
 from megatron_trace.formats.number_format import NVFP4, NVFP4_4OVER6, NumberFormat
 
 _SWIGLU_WARPS = 4
@@ -51,7 +53,7 @@ def swiglu_rtn(
             is not that of a hint.
     """
     gate_up, y, scales = _swiglu_tensors(gate_up, global_scale, number_format)
-    constants = kernels_rows.constants_of(y, scales, number_format, dtype)
+    constants = inputs.constants_of(y, scales, number_format, dtype)
     _launch_swiglu(gate_up, y, y, y, scales, NUM_BITS=0, GUIDED=False, **constants)
     return y
 
@@ -84,9 +86,9 @@ def swiglu_rtn_record(
             is not that of a hint.
     """
     gate_up, y, scales = _swiglu_tensors(gate_up, global_scale, number_format)
-    hint, scale_bytes = kernels_rows.new_hint(y, num_bits, number_format)
-    words = kernels_rows.words_of(hint, num_bits)
-    constants = kernels_rows.constants_of(y, scales, number_format, dtype)
+    hint, scale_bytes = inputs.new_hint(y, num_bits, number_format)
+    words = inputs.words_of(hint, num_bits)
+    constants = inputs.constants_of(y, scales, number_format, dtype)
     _launch_swiglu(
         gate_up, y, words, scale_bytes, scales, NUM_BITS=num_bits, GUIDED=False, **constants
     )
@@ -122,8 +124,8 @@ def swiglu_guided(
             is not that of a hint.
     """
     gate_up, y, scales = _swiglu_tensors(gate_up, global_scale, number_format)
-    words, scale_bytes = kernels_rows.given_hint(y, hint, scale_bytes, num_bits, number_format)
-    constants = kernels_rows.constants_of(y, scales, number_format, dtype)
+    words, scale_bytes = inputs.given_hint(y, hint, scale_bytes, num_bits, number_format)
+    constants = inputs.constants_of(y, scales, number_format, dtype)
     _launch_swiglu(
         gate_up, y, words, scale_bytes, scales, NUM_BITS=num_bits, GUIDED=True, **constants
     )
@@ -159,7 +161,7 @@ def rms_norm_rtn(
             is not that of a hint.
     """
     x, normed, y, scales = _norm_tensors(x, weight, global_scale, number_format)
-    constants = kernels_rows.constants_of(x, scales, number_format, dtype)
+    constants = inputs.constants_of(x, scales, number_format, dtype)
     _launch_norm(x, weight, normed, y, y, y, scales, eps, NUM_BITS=0, GUIDED=False, **constants)
     return normed, y
 
@@ -197,14 +199,14 @@ def rms_norm_rtn_record(
             is not that of a hint.
     """
     x, normed, y, scales = _norm_tensors(x, weight, global_scale, number_format)
-    hint, scale_bytes = kernels_rows.new_hint(y, num_bits, number_format)
-    constants = kernels_rows.constants_of(x, scales, number_format, dtype)
+    hint, scale_bytes = inputs.new_hint(y, num_bits, number_format)
+    constants = inputs.constants_of(x, scales, number_format, dtype)
     _launch_norm(
         x,
         weight,
         normed,
         y,
-        kernels_rows.words_of(hint, num_bits),
+        inputs.words_of(hint, num_bits),
         scale_bytes,
         scales,
         eps,
@@ -249,8 +251,8 @@ def rms_norm_guided(
             is not that of a hint.
     """
     x, normed, y, scales = _norm_tensors(x, weight, global_scale, number_format)
-    words, scale_bytes = kernels_rows.given_hint(y, hint, scale_bytes, num_bits, number_format)
-    constants = kernels_rows.constants_of(x, scales, number_format, dtype)
+    words, scale_bytes = inputs.given_hint(y, hint, scale_bytes, num_bits, number_format)
+    constants = inputs.constants_of(x, scales, number_format, dtype)
     _launch_norm(
         x,
         weight,
@@ -536,32 +538,25 @@ def _quantise_tile(
 def _launch_swiglu(
     gate_up: torch.Tensor, y: torch.Tensor, *others: torch.Tensor, **constants
 ) -> None:
-    num_octets = y.numel() // 8
-    if num_octets == 0:
-        return
-    if num_octets >= 2**31:
+    if y.numel() // 8 >= 2**31:
         raise ValueError(f"swiglu takes up to 2^34 values at once; got {tuple(y.shape)}")
     chooses = constants["FORMAT"] == NVFP4_4OVER6.name and not constants["GUIDED"]
     num_warps = _SWIGLU_WARPS_4OVER6 if chooses else _SWIGLU_WARPS
-    octets_per_tile = 32 * num_warps
-    grid = (triton.cdiv(num_octets, octets_per_tile * _SWIGLU_TILES),)
-    with torch.cuda.device_of(y):
-        _swiglu_kernel[grid](
-            gate_up,
-            y,
-            *others,
-            num_octets,
-            y.shape[-1] // 8,
-            **constants,
-            # Whether the octets of a tile are of the same row.
-            ONE_ROW=y.shape[-1] // 8 % octets_per_tile == 0,
-            INTERPRETED=kernels.INTERPRETED,
-            T=octets_per_tile,
-            TILES=_SWIGLU_TILES,
-            num_warps=num_warps,
-            # 4over6: a product and a sum rounded once would be another error.
-            enable_fp_fusion=False,
-        )
+    row_octets = y.shape[-1] // 8
+    launch_octets(
+        _swiglu_kernel,
+        y,
+        Launch(_SWIGLU_TILES, num_warps),
+        gate_up,
+        y,
+        *others,
+        row_octets=row_octets,
+        **constants,
+        # Whether the octets of a tile are of the same row.
+        ONE_ROW=row_octets % (32 * num_warps) == 0,
+        INTERPRETED=inputs.INTERPRETED,
+        TILES=_SWIGLU_TILES,
+    )
 
 
 def _launch_norm(x: torch.Tensor, *others: torch.Tensor | float, **constants) -> None:
@@ -595,7 +590,7 @@ def _swiglu_tensors(
     """Gives gate_up contiguous and aligned, memory for y, and the global scales."""
     require_multiple(gate_up, 2 * number_format.block_size)
     y = gate_up.new_empty((*gate_up.shape[:-1], gate_up.shape[-1] // 2))
-    y, scales = kernels_rows.prepared(y, global_scale, number_format)
+    y, scales = inputs.prepared(y, global_scale, number_format)
     return _aligned(gate_up), y, scales
 
 
@@ -606,7 +601,7 @@ def _norm_tensors(
     number_format: NumberFormat,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gives x contiguous and aligned, memory for normed and y, and the global scales."""
-    x, scales = kernels_rows.prepared(x, global_scale, number_format)
+    x, scales = inputs.prepared(x, global_scale, number_format)
     length = x.shape[-1]
     if weight.shape != (length,) or weight.device != x.device or not weight.is_contiguous():
         raise ValueError(

@@ -14,8 +14,8 @@ from megatron_trace.formats import kernels_octets as octets
 from megatron_trace.formats import kernels_octets_four_over_six as four_over_six
 from megatron_trace.formats import kernels_octets_mxfp4 as mxfp4
 from megatron_trace.formats import kernels_octets_mxfp8 as mxfp8
-from megatron_trace.formats import kernels_rows
 from megatron_trace.formats import kernels_tiles as tiles
+from megatron_trace.formats.kernels_inputs import guided_inputs
 from megatron_trace.formats.number_format import NumberFormat
 
 # Octets of a tile at most: those of a row of 1024 values.
@@ -260,14 +260,14 @@ def _launch(
     *,
     DECIDES: bool,
 ) -> None:
-    words, scale_bytes = kernels_rows.given_hint(x, hint, scale_bytes, num_bits, number_format)
     num_rows, length = x.shape
     if length >= 1 << 16:
         raise ValueError(f"the guard judges rows of less than 65536 values; got {length}")
-    x, scales = kernels_rows.prepared(x, global_scale, number_format)
+    x, words, scale_bytes, scales, constants = guided_inputs(
+        x, hint, scale_bytes, global_scale, number_format, num_bits
+    )
     if num_rows == 0:
         return
-    constants = kernels_rows.constants_of(x, scales, number_format, None)
     constants.pop("ROUNDED")
     tile = min(max(triton.next_power_of_2(length // 8), 32), _LARGEST_TILE)
     with torch.cuda.device_of(x):
@@ -282,7 +282,6 @@ def _launch(
             length // 8,
             max_scale_steps,
             *shares,
-            NUM_BITS=num_bits,
             DECIDES=DECIDES,
             **constants,
             TILES=triton.cdiv(length // 8, tile),

@@ -10,16 +10,9 @@ from typing import get_args
 import torch
 
 from megatron_trace.formats import kernels_whole as whole
-from megatron_trace.formats.kernels import Launch
+from megatron_trace.formats.kernels_inputs import Launch
 from megatron_trace.formats.number_format import MXFP8
 from megatron_trace.formats.scales_e8m0 import DEFAULT_RULE, ScaleRule
-
-# The fastest on an H200, for BF16: docs/measurements.md.
-_LAUNCHES = whole.Launches(
-    rtn=Launch(tiles=2, num_warps=4),
-    record=Launch(tiles=4, num_warps=2),
-    guided=Launch(tiles=2, num_warps=4),
-)
 
 
 def rtn(
@@ -28,6 +21,7 @@ def rtn(
     *,
     dtype: torch.dtype | None = None,
     scale_rule: ScaleRule = DEFAULT_RULE,
+    launch: Launch | None = None,
 ) -> torch.Tensor:
     """Gives `mxfp8.rtn`.
 
@@ -36,6 +30,7 @@ def rtn(
         global_scale: None.
         dtype: dtype in which the dequantised values are rounded; None is that of x.
         scale_rule: How the scale follows from the largest magnitude of a block.
+        launch: Tiles and warps; None is what was fastest.
 
     Returns:
         [..., K] in the dtype of x.
@@ -44,7 +39,7 @@ def rtn(
         ValueError: K is not a multiple of 32, the rule is unknown, or x is not on a GPU.
     """
     number_format = whole.with_rule(MXFP8, scale_rule, get_args(ScaleRule))
-    return whole.rtn(x, global_scale, number_format, dtype, _LAUNCHES.rtn)
+    return whole.rtn(x, global_scale, number_format, dtype, launch)
 
 
 def rtn_record(
@@ -54,6 +49,7 @@ def rtn_record(
     num_bits: int,
     dtype: torch.dtype | None = None,
     scale_rule: ScaleRule = DEFAULT_RULE,
+    launch: Launch | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gives `mxfp8.rtn_record`.
 
@@ -63,6 +59,7 @@ def rtn_record(
         num_bits: 1, 2 or 8.
         dtype: dtype in which the dequantised values are rounded; None is that of x.
         scale_rule: How the scale follows from the largest magnitude of a block.
+        launch: Tiles and warps; None is what was fastest.
 
     Returns:
         y: [..., K] in the dtype of x.
@@ -74,9 +71,7 @@ def rtn_record(
             is not on a GPU.
     """
     number_format = whole.with_rule(MXFP8, scale_rule, get_args(ScaleRule))
-    return whole.rtn_record(
-        x, global_scale, number_format, dtype, _LAUNCHES.record, num_bits=num_bits
-    )
+    return whole.rtn_record(x, global_scale, number_format, dtype, launch, num_bits=num_bits)
 
 
 def guided(
@@ -87,6 +82,7 @@ def guided(
     *,
     num_bits: int,
     dtype: torch.dtype | None = None,
+    launch: Launch | None = None,
 ) -> torch.Tensor:
     """Gives `mxfp8.guided`.
 
@@ -97,6 +93,7 @@ def guided(
         global_scale: None.
         num_bits: 1, 2 or 8.
         dtype: dtype in which the dequantised values are rounded; None is that of x.
+        launch: Tiles and warps; None is what was fastest.
 
     Returns:
         [..., K] in the dtype of x.
@@ -105,6 +102,4 @@ def guided(
         ValueError: Shapes disagree, K is not a multiple of 32, num_bits is not 1, 2 or 8, or a
             tensor is not on the GPU of x.
     """
-    return whole.guided(
-        x, hint, scale_bytes, global_scale, MXFP8, dtype, _LAUNCHES.guided, num_bits=num_bits
-    )
+    return whole.guided(x, hint, scale_bytes, global_scale, MXFP8, dtype, launch, num_bits=num_bits)

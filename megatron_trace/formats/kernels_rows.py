@@ -10,21 +10,13 @@ import torch
 import triton
 import triton.language as tl
 
-from megatron_trace.formats import kernels
+from megatron_trace.formats import kernels_inputs as inputs
 from megatron_trace.formats import kernels_octets as octets
 from megatron_trace.formats import kernels_tiles as tiles
-from megatron_trace.formats.checks import (
-    require_guide,
-    require_input,
-    require_no_global_scale,
-    require_num_bits,
-)
+from megatron_trace.formats.kernels_inputs import GuidedInputs, Launch, guided_inputs, launch_octets
 from megatron_trace.formats.number_format import NumberFormat
 
-_WARPS = 4
-_TILE = 32 * _WARPS
-# An octet of a hint, by its bits; 8 bits are stored value by value.
-WORDS = {**kernels.WORDS, 8: torch.uint8}
+_LAUNCH = Launch(tiles=1, num_warps=4)
 
 
 def encode(
@@ -44,18 +36,13 @@ def encode(
     Raises:
         ValueError: K is not a multiple of the block size, or x is not on a GPU.
     """
-    x, scales = prepared(x, global_scale, number_format)
+    x, scales = inputs.prepared(x, global_scale, number_format)
     bits = number_format.code_bits
-    packed, scale_bytes = new_hint(x, bits, number_format)
-    _launch(
-        _encode_kernel,
-        x,
-        x,
-        words_of(packed, bits),
-        scale_bytes,
-        scales,
-        NUM_BITS=bits,
-        **constants_of(x, scales, number_format, None),
+    packed, scale_bytes = inputs.new_hint(x, bits, number_format)
+    words = inputs.words_of(packed, bits)
+    constants = inputs.constants_of(x, scales, number_format, None)
+    launch_octets(
+        _encode_kernel, x, _LAUNCH, x, words, scale_bytes, scales, NUM_BITS=bits, **constants
     )
     return packed, scale_bytes
 
@@ -89,25 +76,9 @@ def guided(
     Raises:
         ValueError: Shapes disagree, num_bits is not that of a hint, or x is not on a GPU.
     """
-    hint, scale_bytes = given_hint(x, hint, scale_bytes, num_bits, number_format)
-    x, scales = prepared(x, global_scale, number_format)
-    y = torch.empty_like(x)
-    _launch(
-        _guided_kernel,
-        x,
-        x,
-        hint,
-        scale_bytes,
-        has_hint.contiguous().view(torch.uint8),
-        y,
-        y,
-        scales,
-        NUM_BITS=num_bits,
-        CODE_BITS=number_format.code_bits,
-        CODES=False,
-        ONE_ROW=x.shape[-1] % (8 * _TILE) == 0,
-        **constants_of(x, scales, number_format, dtype),
-    )
+    given = guided_inputs(x, hint, scale_bytes, global_scale, number_format, num_bits, dtype)
+    y = torch.empty_like(given[0])
+    _guide(given, has_hint, y, y, number_format, CODES=False)
     return y
 
 
@@ -139,27 +110,42 @@ def guided_packed(
     Raises:
         ValueError: Shapes disagree, num_bits is not that of a hint, or x is not on a GPU.
     """
-    hint, scale_bytes = given_hint(x, hint, scale_bytes, num_bits, number_format)
-    x, scales = prepared(x, global_scale, number_format)
+    given = guided_inputs(x, hint, scale_bytes, global_scale, number_format, num_bits)
     bits = number_format.code_bits
-    packed, own_bytes = new_hint(x, bits, number_format)
-    _launch(
+    packed, own_bytes = inputs.new_hint(given[0], bits, number_format)
+    _guide(given, has_hint, inputs.words_of(packed, bits), own_bytes, number_format, CODES=True)
+    return packed, own_bytes
+
+
+def _guide(
+    given: GuidedInputs,
+    has_hint: torch.Tensor,
+    out: torch.Tensor,
+    out_bytes: torch.Tensor,
+    number_format: NumberFormat,
+    *,
+    CODES: bool,
+) -> None:
+    x, words, scale_bytes, scales, constants = given
+    row_octets = x.shape[-1] // 8
+    launch_octets(
         _guided_kernel,
         x,
+        _LAUNCH,
         x,
-        hint,
+        words,
         scale_bytes,
         has_hint.contiguous().view(torch.uint8),
-        words_of(packed, bits),
-        own_bytes,
+        out,
+        out_bytes,
         scales,
-        NUM_BITS=num_bits,
-        CODE_BITS=bits,
-        CODES=True,
-        ONE_ROW=x.shape[-1] % (8 * _TILE) == 0,
-        **constants_of(x, scales, number_format, None),
+        row_octets=row_octets,
+        CODE_BITS=number_format.code_bits,
+        CODES=CODES,
+        # Whether the octets of a tile are of the same row.
+        ONE_ROW=row_octets % (32 * _LAUNCH.num_warps) == 0,
+        **constants,
     )
-    return packed, own_bytes
 
 
 @triton.jit(do_not_specialize=["num_octets"])
@@ -169,7 +155,6 @@ def _encode_kernel(
     scale_bytes_ptr,
     scale_ptr,
     num_octets,
-    row_octets,
     NUM_BITS: tl.constexpr,
     FORMAT: tl.constexpr,
     RULE: tl.constexpr,
@@ -243,107 +228,3 @@ def _guided_kernel(
         octets.store_hint(out_ptr, out_bytes_ptr, out, byte, left, 0, T, CODE_BITS, BLOCK)
     else:
         tiles.store(out_ptr + first * 8, out, left, 0, ROUNDED, PAIRS, T)
-
-
-def prepared(
-    x: torch.Tensor, global_scale: torch.Tensor | float | None, number_format: NumberFormat
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gives x contiguous and aligned, and global scales FP32: 0-d, [R], or x where there are none.
-
-    Raises:
-        ValueError: x has another dtype or length, is not on a GPU, or the scales do not fit it.
-    """
-    require_input(x, number_format.block_size)
-    if number_format.has_global_scale:
-        assert global_scale is not None, f"{number_format.name} has a global scale"
-        return kernels.prepared(x, global_scale)
-    require_no_global_scale(global_scale)
-    x = kernels.prepared_values(x)
-    return x, x
-
-
-def constants_of(
-    x: torch.Tensor,
-    scales: torch.Tensor,
-    number_format: NumberFormat,
-    dtype: torch.dtype | None,
-) -> dict[str, object]:
-    """Gives the constants that `kernels_tiles` takes.
-
-    Args:
-        x: What is quantised.
-        scales: As `prepared` gives them.
-        number_format: The format.
-        dtype: dtype in which the dequantised values are rounded; None is that of x.
-    """
-    rounded_to = dtype or x.dtype
-    return {
-        "FORMAT": number_format.name,
-        "RULE": number_format.rule,
-        "ROW": kernels.row_of(x, scales) if number_format.has_global_scale else 0,
-        "BLOCK": number_format.block_size // 8,
-        "ROUNDED": kernels.triton_dtype(rounded_to),
-        # The interpreter knows neither PTX nor an fma that rounds once.
-        "PAIRS": x.dtype == rounded_to == torch.bfloat16 and not kernels.INTERPRETED,
-    }
-
-
-def new_hint(
-    x: torch.Tensor, num_bits: int, number_format: NumberFormat
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gives memory for the hint and the block scales of x."""
-    require_num_bits(num_bits, number_format.code_bits)
-    *rows, length = x.shape
-    hint = x.new_empty((*rows, length * num_bits // 8), dtype=torch.uint8)
-    return hint, x.new_empty((*rows, length // number_format.block_size), dtype=torch.uint8)
-
-
-def given_hint(
-    x: torch.Tensor,
-    hint: torch.Tensor,
-    scale_bytes: torch.Tensor,
-    num_bits: int,
-    number_format: NumberFormat,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gives the hint as words, and the block scales, of x.
-
-    Raises:
-        ValueError: Shapes disagree, num_bits is not that of a hint, or a device is another.
-    """
-    require_guide(
-        x,
-        hint,
-        scale_bytes,
-        num_bits,
-        block_size=number_format.block_size,
-        code_bits=number_format.code_bits,
-    )
-    for name, tensor in (("hint", hint), ("scale_bytes", scale_bytes)):
-        if tensor.device != x.device:
-            raise ValueError(f"{name} must lie on {x.device} like x; got {tensor.device}")
-    return words_of(hint, num_bits), scale_bytes.contiguous()
-
-
-def words_of(hint: torch.Tensor, num_bits: int) -> torch.Tensor:
-    """Gives a hint with one word for each octet, or one byte for each value of 8 bits."""
-    flat, dtype = hint.flatten(), WORDS[num_bits]
-    # Codes of 8 bits are loaded an octet at a time.
-    alignment = 8 if num_bits == 8 else dtype.itemsize
-    return (flat if flat.data_ptr() % alignment == 0 else flat.clone()).view(dtype)
-
-
-def _launch(kernel, x: torch.Tensor, *arguments: torch.Tensor, **constants: object) -> None:
-    num_octets = x.numel() // 8
-    if num_octets == 0:
-        return
-    with torch.cuda.device_of(x):
-        kernel[(triton.cdiv(num_octets, _TILE),)](
-            *arguments,
-            num_octets,
-            x.shape[-1] // 8,
-            **constants,
-            T=_TILE,
-            num_warps=_WARPS,
-            # 4over6: a product and a sum rounded once would be another error.
-            enable_fp_fusion=False,
-        )

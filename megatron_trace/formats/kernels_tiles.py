@@ -30,6 +30,7 @@ def nearest(
     ROW: tl.constexpr,
     PAIRS: tl.constexpr,
     T: tl.constexpr,
+    USUAL: tl.constexpr = False,
 ):
     """Gives a tile rounded to nearest under its own block scales.
 
@@ -42,6 +43,7 @@ def nearest(
         ROW: See above.
         PAIRS: See above.
         T: Octets.
+        USUAL: Whether the global scales are known to be usual, see `kernels_bf16`.
 
     Returns:
         y: int32 [T, 4] pairs, or FP32 [T, 8].
@@ -50,7 +52,7 @@ def nearest(
     """
     BITS: tl.constexpr = NUM_BITS if NUM_BITS else 1
     if PAIRS and FORMAT == "nvfp4":
-        if bf16.are_usual((scales,), ROW, 1):
+        if USUAL or bf16.are_usual((scales,), ROW, 1):
             y, word, byte = bf16.recorded(x, scales, BITS, T)
         else:
             y, word, byte = octets.rounded_octets(
@@ -98,6 +100,7 @@ def guided(
     PAIRS: tl.constexpr,
     CODES: tl.constexpr,
     T: tl.constexpr,
+    USUAL: tl.constexpr = False,
 ):
     """Gives a tile guided by its hint.
 
@@ -111,13 +114,14 @@ def guided(
         PAIRS: See above.
         CODES: Whether to give codes, as `nearest` gives words, instead of values.
         T: Octets.
+        USUAL: As of `nearest`.
 
     Returns:
         As the first or the second of `nearest`.
     """
     word, byte = hint
     if PAIRS and (FORMAT == "nvfp4" or FORMAT == "nvfp4_4over6"):
-        if bf16.are_usual((scales,), ROW, 1):
+        if USUAL or bf16.are_usual((scales,), ROW, 1):
             out = bf16.guided(x, word, byte, scales, NUM_BITS, CODES)
         else:
             out = _guided_octets(bf16.unpaired(x, T), word, byte, scales, NUM_BITS, FORMAT, CODES)
@@ -191,6 +195,23 @@ def load_scales(
 ):
     """Gives the global scales of a tile's octets, FP32 or FP32 [T]; 1 if the format has none."""
     return 1.0 if BLOCK == 4 else octets.load_scales(scale_ptr, first, left, tile, ROW, T)
+
+
+@triton.jit
+def load_all_scales(
+    scale_ptr,
+    first,
+    left,
+    BLOCK: tl.constexpr,
+    ROW: tl.constexpr,
+    T: tl.constexpr,
+    TILES: tl.constexpr,
+):
+    """Gives a tuple of what `load_scales` gives, of every tile."""
+    scales = ()
+    for tile in tl.static_range(TILES):
+        scales += (load_scales(scale_ptr, first, left, tile, BLOCK, ROW, T),)
+    return scales
 
 
 @triton.jit

@@ -1,39 +1,27 @@
-"""Triton kernels of rtn, rtn_record and guided for any format: what `kernels_mxfp4` and such call.
+"""Triton kernels of rtn, rtn_record and guided for any format: what `kernels` and such call.
 
 Legend: as `kernels_tiles`. A program loads all its tiles before it rounds the first.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 import triton
 import triton.language as tl
 
+from megatron_trace.formats import kernels_bf16 as bf16
+from megatron_trace.formats import kernels_inputs as inputs
 from megatron_trace.formats import kernels_octets as octets
-from megatron_trace.formats import kernels_rows as rows
 from megatron_trace.formats import kernels_tiles as tiles
-from megatron_trace.formats.kernels import Launch
-from megatron_trace.formats.number_format import NumberFormat
+from megatron_trace.formats.kernels_inputs import Launch, chosen, launch_octets
+from megatron_trace.formats.number_format import NVFP4, NumberFormat
 
-
-@dataclass(frozen=True)
-class Launches:
-    """How the kernels of a format are launched for BF16; other dtypes take one tile.
-
-    Attributes:
-        rtn: Without a record.
-        record: With one.
-        guided: Guided.
-    """
-
-    rtn: Launch
-    record: Launch
-    guided: Launch
-
-
-_GENERAL_LAUNCH = Launch(tiles=1, num_warps=4)
+# The fastest on an H200, for many values of BF16: docs/measurements.md.
+_RTN_LAUNCH = Launch(tiles=2, num_warps=4)
+_RECORD_LAUNCH = Launch(tiles=4, num_warps=2)
+_GUIDED_LAUNCH = Launch(tiles=2, num_warps=4)
 
 
 def with_rule(number_format: NumberFormat, value: str, known: tuple[str, ...]) -> NumberFormat:
@@ -58,7 +46,7 @@ def rtn(
     global_scale: torch.Tensor | float | None,
     number_format: NumberFormat,
     dtype: torch.dtype | None,
-    launch: Launch,
+    launch: Launch | None,
 ) -> torch.Tensor:
     """Gives `rtn` of a format's specification.
 
@@ -67,15 +55,17 @@ def rtn(
         global_scale: FP32 0-d tensor or number, or one for each row; None if there is none.
         number_format: The format.
         dtype: dtype in which the dequantised values are rounded; None is that of x.
-        launch: For BF16.
+        launch: Tiles and warps; None is what was fastest.
 
     Raises:
         ValueError: K is not a multiple of the block size, or x is not on a GPU.
     """
-    x, scales = rows.prepared(x, global_scale, number_format)
+    x, scales = inputs.prepared(x, global_scale, number_format)
     y = torch.empty_like(x)
-    constants = rows.constants_of(x, scales, number_format, dtype)
-    _launch(_record_kernel, x, launch, x, y, y, y, scales, NUM_BITS=0, **constants)
+    constants = inputs.constants_of(x, scales, number_format, dtype)
+    launch = launch or chosen(x, _RTN_LAUNCH)
+    constants |= {"NUM_BITS": 0} | _options(number_format, launch)
+    launch_octets(_record_kernel, x, launch, x, y, y, y, scales, **constants)
     return y
 
 
@@ -84,7 +74,7 @@ def rtn_record(
     global_scale: torch.Tensor | float | None,
     number_format: NumberFormat,
     dtype: torch.dtype | None,
-    launch: Launch,
+    launch: Launch | None,
     *,
     num_bits: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -95,21 +85,21 @@ def rtn_record(
         global_scale: FP32 0-d tensor or number, or one for each row; None if there is none.
         number_format: The format.
         dtype: dtype in which the dequantised values are rounded; None is that of x.
-        launch: For BF16.
+        launch: Tiles and warps; None is what was fastest.
         num_bits: One of `number_format.hint_bits`.
 
     Raises:
         ValueError: K is not a multiple of the block size, num_bits is not that of a hint, or x is
             not on a GPU.
     """
-    x, scales = rows.prepared(x, global_scale, number_format)
-    hint, scale_bytes = rows.new_hint(x, num_bits, number_format)
+    x, scales = inputs.prepared(x, global_scale, number_format)
+    hint, scale_bytes = inputs.new_hint(x, num_bits, number_format)
     y = torch.empty_like(x)
-    words = rows.words_of(hint, num_bits)
-    constants = rows.constants_of(x, scales, number_format, dtype)
-    _launch(
-        _record_kernel, x, launch, x, y, words, scale_bytes, scales, NUM_BITS=num_bits, **constants
-    )
+    words = inputs.words_of(hint, num_bits)
+    constants = inputs.constants_of(x, scales, number_format, dtype)
+    launch = launch or chosen(x, _RECORD_LAUNCH)
+    constants |= {"NUM_BITS": num_bits} | _options(number_format, launch)
+    launch_octets(_record_kernel, x, launch, x, y, words, scale_bytes, scales, **constants)
     return y, hint, scale_bytes
 
 
@@ -120,7 +110,7 @@ def guided(
     global_scale: torch.Tensor | float | None,
     number_format: NumberFormat,
     dtype: torch.dtype | None,
-    launch: Launch,
+    launch: Launch | None,
     *,
     num_bits: int,
 ) -> torch.Tensor:
@@ -133,21 +123,26 @@ def guided(
         global_scale: FP32 0-d tensor or number, or one for each row; None if there is none.
         number_format: The format.
         dtype: dtype in which the dequantised values are rounded; None is that of x.
-        launch: For BF16.
+        launch: Tiles and warps; None is what was fastest.
         num_bits: One of `number_format.hint_bits`.
 
     Raises:
         ValueError: Shapes disagree, num_bits is not that of a hint, or a tensor is not on the GPU
             of x.
     """
-    words, scale_bytes = rows.given_hint(x, hint, scale_bytes, num_bits, number_format)
-    x, scales = rows.prepared(x, global_scale, number_format)
-    y = torch.empty_like(x)
-    constants = rows.constants_of(x, scales, number_format, dtype)
-    _launch(
-        _guided_kernel, x, launch, x, words, scale_bytes, y, scales, NUM_BITS=num_bits, **constants
+    x, words, scale_bytes, scales, constants = inputs.guided_inputs(
+        x, hint, scale_bytes, global_scale, number_format, num_bits, dtype
     )
+    y = torch.empty_like(x)
+    launch = launch or chosen(x, _GUIDED_LAUNCH)
+    constants |= _options(number_format, launch)
+    launch_octets(_guided_kernel, x, launch, x, words, scale_bytes, y, scales, **constants)
     return y
+
+
+def _options(number_format: NumberFormat, launch: Launch) -> dict[str, object]:
+    # FP32 in NVFP4 is guided at .939 instead of .921 of a copy's speed if it may fuse.
+    return {"TILES": launch.tiles, "fuses": number_format is NVFP4}
 
 
 @triton.jit(do_not_specialize=["num_octets"])
@@ -169,13 +164,76 @@ def _record_kernel(
     TILES: tl.constexpr,
 ):
     first, left = octets.octets_of_program(num_octets, T, TILES)
-    loaded = tiles.load_all(x_ptr + first * 8, left, PAIRS, T, TILES)
+    x_ptr += first * 8
+    y_ptr += first * 8
     hint_ptr += first * (8 if NUM_BITS == 8 else 1)
     scale_bytes_ptr += first // BLOCK
-    for tile in tl.static_range(TILES):
+    loaded = tiles.load_all(x_ptr, left, PAIRS, T, TILES)
+    scales = tiles.load_all_scales(scale_ptr, first, left, BLOCK, ROW, T, TILES)
+    if PAIRS and FORMAT == "nvfp4":
+        # Asked once, of all tiles: a question each takes registers.
+        if bf16.are_usual(scales, ROW, TILES):
+            for tile in tl.static_range(TILES):
+                y, word, byte = tiles.nearest(
+                    loaded[tile], scales[tile], NUM_BITS, FORMAT, RULE, ROW, True, T, True
+                )
+                bf16.store_pairs(y_ptr, y, left, tile, T)
+                if NUM_BITS:
+                    octets.store_hint(hint_ptr, scale_bytes_ptr, word, byte, left, tile, T)
+        else:
+            _record_unusual(
+                x_ptr,
+                y_ptr,
+                hint_ptr,
+                scale_bytes_ptr,
+                scale_ptr,
+                first,
+                left,
+                NUM_BITS,
+                FORMAT,
+                RULE,
+                ROW,
+                BLOCK,
+                ROUNDED,
+                T,
+                TILES,
+            )
+    else:
+        for tile in tl.static_range(TILES):
+            y, word, byte = tiles.nearest(
+                loaded[tile], scales[tile], NUM_BITS, FORMAT, RULE, ROW, PAIRS, T
+            )
+            tiles.store(y_ptr, y, left, tile, ROUNDED, PAIRS, T)
+            if NUM_BITS:
+                octets.store_hint(
+                    hint_ptr, scale_bytes_ptr, word, byte, left, tile, T, NUM_BITS, BLOCK
+                )
+
+
+@triton.jit
+def _record_unusual(
+    x_ptr,
+    y_ptr,
+    hint_ptr,
+    scale_bytes_ptr,
+    scale_ptr,
+    first,
+    left,
+    NUM_BITS: tl.constexpr,
+    FORMAT: tl.constexpr,
+    RULE: tl.constexpr,
+    ROW: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROUNDED: tl.constexpr,
+    T: tl.constexpr,
+    TILES: tl.constexpr,
+):
+    """Rounds all tiles of a program without pairs, one after the other, whatever the scales."""
+    for tile in range(TILES):
+        x = tiles.load(x_ptr, left, tile, False, T)
         scales = tiles.load_scales(scale_ptr, first, left, tile, BLOCK, ROW, T)
-        y, word, byte = tiles.nearest(loaded[tile], scales, NUM_BITS, FORMAT, RULE, ROW, PAIRS, T)
-        tiles.store(y_ptr + first * 8, y, left, tile, ROUNDED, PAIRS, T)
+        y, word, byte = tiles.nearest(x, scales, NUM_BITS, FORMAT, RULE, ROW, False, T)
+        tiles.store(y_ptr, y, left, tile, ROUNDED, False, T)
         if NUM_BITS:
             octets.store_hint(hint_ptr, scale_bytes_ptr, word, byte, left, tile, T, NUM_BITS, BLOCK)
 
@@ -199,33 +257,77 @@ def _guided_kernel(
     TILES: tl.constexpr,
 ):
     first, left = octets.octets_of_program(num_octets, T, TILES)
-    loaded = tiles.load_all(x_ptr + first * 8, left, PAIRS, T, TILES)
+    x_ptr += first * 8
+    y_ptr += first * 8
     hint_ptr += first * (8 if NUM_BITS == 8 else 1)
     scale_bytes_ptr += first // BLOCK
+    loaded = tiles.load_all(x_ptr, left, PAIRS, T, TILES)
     hints = ()
     for tile in tl.static_range(TILES):
         hints += (octets.load_hint(hint_ptr, scale_bytes_ptr, left, tile, T, NUM_BITS, BLOCK),)
-    for tile in tl.static_range(TILES):
+    scales = tiles.load_all_scales(scale_ptr, first, left, BLOCK, ROW, T, TILES)
+    if PAIRS and FORMAT == "nvfp4":
+        if bf16.are_usual(scales, ROW, TILES):
+            for tile in tl.static_range(TILES):
+                y = tiles.guided(
+                    loaded[tile],
+                    hints[tile],
+                    scales[tile],
+                    NUM_BITS,
+                    FORMAT,
+                    ROW,
+                    True,
+                    False,
+                    T,
+                    True,
+                )
+                bf16.store_pairs(y_ptr, y, left, tile, T)
+        else:
+            _guide_unusual(
+                x_ptr,
+                hint_ptr,
+                scale_bytes_ptr,
+                y_ptr,
+                scale_ptr,
+                first,
+                left,
+                NUM_BITS,
+                FORMAT,
+                ROW,
+                BLOCK,
+                ROUNDED,
+                T,
+                TILES,
+            )
+    else:
+        for tile in tl.static_range(TILES):
+            y = tiles.guided(
+                loaded[tile], hints[tile], scales[tile], NUM_BITS, FORMAT, ROW, PAIRS, False, T
+            )
+            tiles.store(y_ptr, y, left, tile, ROUNDED, PAIRS, T)
+
+
+@triton.jit
+def _guide_unusual(
+    x_ptr,
+    hint_ptr,
+    scale_bytes_ptr,
+    y_ptr,
+    scale_ptr,
+    first,
+    left,
+    NUM_BITS: tl.constexpr,
+    FORMAT: tl.constexpr,
+    ROW: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROUNDED: tl.constexpr,
+    T: tl.constexpr,
+    TILES: tl.constexpr,
+):
+    """Guides all tiles of a program without pairs, one after the other, whatever the scales."""
+    for tile in range(TILES):
+        x = tiles.load(x_ptr, left, tile, False, T)
+        hint = octets.load_hint(hint_ptr, scale_bytes_ptr, left, tile, T, NUM_BITS, BLOCK)
         scales = tiles.load_scales(scale_ptr, first, left, tile, BLOCK, ROW, T)
-        y = tiles.guided(loaded[tile], hints[tile], scales, NUM_BITS, FORMAT, ROW, PAIRS, False, T)
-        tiles.store(y_ptr + first * 8, y, left, tile, ROUNDED, PAIRS, T)
-
-
-def _launch(kernel, x: torch.Tensor, launch: Launch, *arguments: torch.Tensor, **constants) -> None:
-    num_octets = x.numel() // 8
-    if num_octets == 0:
-        return
-    if not constants["PAIRS"]:
-        launch = _GENERAL_LAUNCH
-    tile = 32 * launch.num_warps
-    with torch.cuda.device_of(x):
-        kernel[(triton.cdiv(num_octets, tile * launch.tiles),)](
-            *arguments,
-            num_octets,
-            **constants,
-            T=tile,
-            TILES=launch.tiles,
-            num_warps=launch.num_warps,
-            # 4over6: a product and a sum rounded once would be another error.
-            enable_fp_fusion=False,
-        )
+        y = tiles.guided(x, hint, scales, NUM_BITS, FORMAT, ROW, False, False, T)
+        tiles.store(y_ptr, y, left, tile, ROUNDED, False, T)

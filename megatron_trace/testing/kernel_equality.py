@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 
 from megatron_trace.formats import kernels, reference
+from megatron_trace.formats.kernels_inputs import Launch
 from megatron_trace.testing.assertions import assert_same_bytes
 
 
@@ -16,7 +17,7 @@ def assert_kernels_equal_reference(
     *,
     trainer_x: torch.Tensor | None = None,
     dtype: torch.dtype | None = None,
-    launch: kernels.Launch | None = None,
+    launch: Launch | None = None,
     reference_device: torch.device | str = "cpu",
     what: str = "",
     truncates: bool = False,

@@ -13,7 +13,7 @@ import torch
 import triton.language as tl
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
-from megatron_trace.formats import kernels_bf16, kernels_fused, kernels_rows
+from megatron_trace.formats import kernels_bf16, kernels_fused, kernels_inputs, kernels_rows
 
 
 class _Emulated:
@@ -64,15 +64,15 @@ def install() -> None:
 
     InterpreterBuilder.cast_impl = cast_impl
     # Small tiles take less time.
-    kernels_rows._TILE = 32
+    kernels_rows._LAUNCH = kernels_inputs.Launch(tiles=1, num_warps=1)
     kernels_fused._SWIGLU_WARPS = kernels_fused._SWIGLU_WARPS_4OVER6 = 1
-    constants_of = kernels_rows.constants_of
+    constants_of = kernels_inputs.constants_of
 
     def in_pairs(x, scales, number_format, dtype):
         constants = constants_of(x, scales, number_format, dtype)
         return constants | {"PAIRS": x.dtype == (dtype or x.dtype) == torch.bfloat16}
 
-    kernels_rows.constants_of = in_pairs
+    kernels_inputs.constants_of = in_pairs
 
 
 def _create_fma(builder, x: TensorHandle, y: TensorHandle, z: TensorHandle) -> TensorHandle:

@@ -8,7 +8,7 @@ import sys
 
 import torch
 
-from megatron_trace.formats.kernels import Launch
+from megatron_trace.formats.kernels_inputs import Launch
 from megatron_trace.testing.hard_inputs import hard_inputs
 from megatron_trace.testing.kernel_equality import assert_kernels_equal_reference, row_scales
 

@@ -14,7 +14,7 @@ from megatron_trace.formats import NVFP4
 from megatron_trace.formats import kernels_bf16 as bf16
 from megatron_trace.formats import kernels_octets as octets
 from megatron_trace.formats.checks import require_num_bits
-from megatron_trace.formats.kernels import INTERPRETED, WORDS
+from megatron_trace.formats.kernels_inputs import INTERPRETED, WORDS
 from megatron_trace.rollout.kernels.reference import Record
 from megatron_trace.rollout.pages import PackedPages
 

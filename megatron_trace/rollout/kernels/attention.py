@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from megatron_trace.formats.kernels import INTERPRETED
+from megatron_trace.formats.kernels_inputs import INTERPRETED
 from megatron_trace.rollout.pages import PackedPages
 
 _LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)

@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from megatron_trace.formats.kernels import INTERPRETED
+from megatron_trace.formats.kernels_inputs import INTERPRETED
 
 _L2_EPS: tl.constexpr = tl.constexpr(1e-6)
 _CHANNELS = 512
