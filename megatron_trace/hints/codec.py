@@ -7,7 +7,7 @@ N samples of a batch.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -249,14 +249,13 @@ def decode_residues(hint: SiteHint) -> torch.Tensor:
 
 
 def stack_rows(
-    hints: Sequence[SiteHint | None], num_positions: int, *, pin_memory: bool = False
+    hints: Sequence[SiteHint | None], num_positions: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gives the hints of N samples at one place in the row order of a model, padded on the right.
 
     Args:
         hints: One hint per sample, None where the sample has none.
         num_positions: S, at least the rows of the longest hint.
-        pin_memory: Whether the result is in page-locked memory; of hints on the host only.
 
     Returns:
         payload: uint8 [S, N, K * num_bits / 8]; 0 where not valid.
@@ -269,9 +268,7 @@ def stack_rows(
     """
     num_samples = len(hints)
     places = [range(b, num_positions * num_samples, num_samples) for b in range(num_samples)]
-    payload, scale_bytes, valid = placed_rows(
-        hints, places, num_positions * num_samples, pin_memory=pin_memory
-    )
+    payload, scale_bytes, valid = placed_rows(hints, places, num_positions * num_samples)
     shape = (num_positions, num_samples)
     return payload.unflatten(0, shape), scale_bytes.unflatten(0, shape), valid.unflatten(0, shape)
 
@@ -280,8 +277,7 @@ def placed_rows(
     hints: Sequence[SiteHint | None],
     places: Sequence[range],
     num_rows: int,
-    *,
-    pin_memory: bool = False,
+    zeros: Callable[[tuple[int, ...], torch.dtype], torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gives the hints of samples at one place, each sample's rows where they are to stand.
 
@@ -289,7 +285,7 @@ def placed_rows(
         hints: One hint per sample, None where the sample has none.
         places: For each sample the rows of the result that it may take; its own are the first.
         num_rows: Rows of the result.
-        pin_memory: Whether the result is in page-locked memory; of hints on the host only.
+        zeros: Gives memory for the result; None takes new one beside the hints.
 
     Returns:
         payload: uint8 [num_rows, K * num_bits / 8]; 0 where not valid.
@@ -311,11 +307,12 @@ def placed_rows(
                 f"of the block scales and global scale; got {_layout(first)} ({first.key}) and "
                 f"{_layout(hint)} ({hint.key})"
             )
+    zeros = zeros or (lambda shape, dtype: first.payload.new_zeros(shape, dtype=dtype))
     payload, scale_bytes = (
-        source.new_zeros((num_rows, source.shape[1]), pin_memory=pin_memory)
+        zeros((num_rows, source.shape[1]), torch.uint8)
         for source in (first.payload, first.scale_bytes)
     )
-    valid = torch.zeros(num_rows, dtype=torch.bool, device=payload.device, pin_memory=pin_memory)
+    valid = zeros((num_rows,), torch.bool)
     own: list[tuple[SiteHint, range]] = []
     for hint, place in zip(hints, places, strict=True):
         if hint is None or not hint.num_rows:

@@ -12,7 +12,7 @@ of a pack on this context-parallel rank, L MoE layers, E experts, k top-k, K val
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -37,6 +37,7 @@ from megatron_trace.training.routing import even_experts
 from megatron_trace.training.row_order import RowOrder, row_order
 from megatron_trace.training.shape import Place
 from megatron_trace.training.sites import TraceSites
+from megatron_trace.training.staging import StagingMemory, aligned_bytes
 
 
 @dataclass(frozen=True, eq=False)
@@ -176,10 +177,12 @@ class StagedMicroBatch:
 
     Attributes:
         on_host: Its content where the hints were read to, residues of block scales still packed.
+        memory: What all its tensors are parts of.
         device: The model's device.
     """
 
     on_host: MicroBatch
+    memory: StagingMemory
     device: torch.device
 
     def on_device(self, *, non_blocking: bool = False) -> MicroBatch:
@@ -188,9 +191,7 @@ class StagedMicroBatch:
         Args:
             non_blocking: Whether copies from page-locked memory are left to the current stream.
         """
-        moved = map_tensors(
-            self.on_host, lambda tensor: tensor.to(self.device, non_blocking=non_blocking)
-        )
+        moved = map_tensors(self.on_host, self.memory.moved(self.device, non_blocking=non_blocking))
         implementation = moved.made_for.trace.implementation
         hints, codes = (
             {place: rows.unpacked(implementation) for place, rows in records.items()}
@@ -291,8 +292,8 @@ def stage_micro_batch(
         padding_token: Token id of padding.
         num_positions: S or T, or None.
         packed: Whether samples stand one after another.
-        pin_memory: Whether its tensors are in page-locked memory, from which a stream can copy
-            while other work goes on.
+        pin_memory: Whether its memory is page-locked, from which a stream can copy while other
+            work goes on.
 
     Raises:
         LookupError: See `make_micro_batch`.
@@ -330,13 +331,16 @@ def stage_micro_batch(
         **_most_likely_tokens(samples, length - 1),
         token_rows_of_samples=_rows_of_samples(rows, valid) if packed else None,
     )
-    if pin_memory:
-        small = map_tensors(small, torch.Tensor.pin_memory)
+    sizes: list[int] = []
+    map_tensors(small, lambda tensor: sizes.append(tensor.nbytes) or tensor)
+    sizes += [size for part in _planned(samples, store, sites, order) for size in part]
+    memory = StagingMemory(sum(map(aligned_bytes, sizes)), pin_memory=pin_memory)
     records = {
-        "hints": _hints(samples, store, sites, order, pin_memory),
-        "codes": _codes(samples, store, sites, order, pin_memory),
+        "hints": _hints(samples, store, sites, order, memory),
+        "codes": _codes(samples, store, sites, order, memory),
     }
-    return StagedMicroBatch(replace(small, **records), sites.device)
+    whole = replace(map_tensors(small, memory.copy_of), **records)
+    return StagedMicroBatch(whole, memory, sites.device)
 
 
 def _most_likely_tokens(
@@ -381,18 +385,26 @@ def planned_hint_bytes(
     """
     _require_samples(samples, sites)
     order = _row_order(samples, sites, num_positions, packed=packed)
+    return sum(sum(part) for part in _planned(samples, store, sites, order))
+
+
+def _planned(
+    samples: Sequence[RolloutSample],
+    store: HintSource | None,
+    sites: TraceSites,
+    order: RowOrder,
+) -> Iterator[tuple[int, int, int]]:
+    """Gives the bytes of payload, block scales and flags of each record of a micro-batch."""
     trace = sites.trace
     layouts = [(place, trace.hint_bits, trace.hint_scales) for place in sites.recorded_places]
     layouts += [(place, 4, "raw") for place in _code_places(samples, store, sites)]
-    total = 0
     for (_, site), hint_bits, scale_form in layouts:
         columns, number_format = sites.shape.columns(site), sites.format_of(site)
         width = sites.shape.row_width(site) if columns is None else len(columns)
-        num_blocks = width // number_format.block_size
+        num_blocks, num_rows = width // number_format.block_size, order.num_rows(site)
         scales = num_blocks if scale_form == "raw" else residue_bytes(num_blocks)
-        row = width * stored_bits(number_format, hint_bits) // 8 + scales + 1
-        total += order.num_rows(site) * row
-    return total
+        payload = width * stored_bits(number_format, hint_bits) // 8
+        yield num_rows * payload, num_rows * scales, num_rows
 
 
 def _require_samples(samples: Sequence[RolloutSample], sites: TraceSites) -> None:
@@ -512,7 +524,7 @@ def _hints(
     store: HintSource | None,
     sites: TraceSites,
     order: RowOrder,
-    pin_memory: bool,
+    memory: StagingMemory,
 ) -> dict[Place, HintRows]:
     if not sites.guides:
         return {}
@@ -530,7 +542,7 @@ def _hints(
         ]
         if any(hint is not None for hint in hints):
             form = sites.trace.hint_bits, sites.trace.hint_scales
-            rows[place] = _stack(hints, place, sites, order, *form, pin_memory)
+            rows[place] = _stack(hints, place, sites, order, *form, memory)
     return rows
 
 
@@ -539,7 +551,7 @@ def _codes(
     store: HintSource | None,
     sites: TraceSites,
     order: RowOrder,
-    pin_memory: bool,
+    memory: StagingMemory,
 ) -> dict[Place, HintRows]:
     rows: dict[Place, HintRows] = {}
     places = _code_places(samples, store, sites)
@@ -558,7 +570,7 @@ def _codes(
             else None
             for sample, part in zip(samples, parts[place[1]], strict=True)
         ]
-        rows[place] = _stack(hints, place, sites, order, 4, "raw", pin_memory)
+        rows[place] = _stack(hints, place, sites, order, 4, "raw", memory)
     return rows
 
 
@@ -606,7 +618,7 @@ def _stack(
     order: RowOrder,
     hint_bits: int,
     scale_form: ScaleForm,
-    pin_memory: bool,
+    memory: StagingMemory,
 ) -> HintRows:
     columns, number_format = sites.shape.columns(place[1]), sites.format_of(place[1])
     width = sites.shape.row_width(place[1]) if columns is None else len(columns)
@@ -629,7 +641,7 @@ def _stack(
     # Padding is on the right: the real rows of a sample are the first of its places.
     site = place[1]
     payload, scale_bytes, present = placed_rows(
-        hints, order.places(site), order.num_rows(site), pin_memory=pin_memory
+        hints, order.places(site), order.num_rows(site), memory.zeros
     )
     form = "raw" if scale_form == "raw" else "packed"
     return HintRows(payload, scale_bytes, num_bits, present, form, number_format)
