@@ -227,20 +227,21 @@ def paired_difference(
     method: Sequence[RunLog], other: Sequence[RunLog], column: str, *, last: bool = True
 ) -> Spread:
     """Gives method - other of a column's fifth over the seeds that both have."""
-    return spread_of([a - b for a, b in _pairs(method, other, column, last=last)])
+    return spread_of([a - b for a, b in pairs_of(method, other, column, last=last)])
 
 
 def paired_log_ratio(
     method: Sequence[RunLog], other: Sequence[RunLog], column: str, *, last: bool = True
 ) -> Spread:
     """Gives log(method / other) of a column's fifth over the seeds that both have."""
-    pairs = _pairs(method, other, column, last=last)
+    pairs = pairs_of(method, other, column, last=last)
     return spread_of([math.log(a / b) for a, b in pairs if a > 0 and b > 0])
 
 
-def _pairs(
-    method: Sequence[RunLog], other: Sequence[RunLog], column: str, *, last: bool
+def pairs_of(
+    method: Sequence[RunLog], other: Sequence[RunLog], column: str, *, last: bool = True
 ) -> list[tuple[float, float]]:
+    """Gives the fifths of a column of both, for each seed that both have finished."""
     by_seed = {log.seed: log for log in other if log.is_whole}
     return [
         (fifth(log.steps[column], last=last), fifth(by_seed[log.seed].steps[column], last=last))
@@ -307,6 +308,14 @@ def held_out_difference(
     return None if paired is None else interval(_two_level(paired[1][:, -1:])[:, 0])
 
 
+def held_out_differences(
+    method: Sequence[RunLog], other: Sequence[RunLog], *, served_other: str = ""
+) -> list[float]:
+    """Gives `held_out_difference` of each seed alone."""
+    paired = _paired_solved(method, other, served_other)
+    return [] if paired is None else paired[1][:, -1].mean(axis=1).tolist()
+
+
 def held_out_change(
     logs: Sequence[RunLog], other: Sequence[RunLog] | None = None
 ) -> Interval | None:
@@ -316,13 +325,21 @@ def held_out_change(
         logs: Runs of one name.
         other: Runs of another, whose change on the same problems and seeds is subtracted.
     """
-    changes = {log.seed: _change(log) for log in logs if log.is_whole and log.solved()}
-    if other is not None:
-        theirs = {log.seed: _change(log) for log in other if log.is_whole and log.solved()}
-        changes = {seed: changes[seed] - theirs[seed] for seed in changes if seed in theirs}
-    if not changes:
-        return None
-    return interval(_two_level(np.stack(list(changes.values()))[:, None])[:, 0])
+    changes = _changes(logs, other)
+    return interval(_two_level(np.stack(changes)[:, None])[:, 0]) if changes else None
+
+
+def held_out_changes(logs: Sequence[RunLog], other: Sequence[RunLog] | None = None) -> list[float]:
+    """Gives `held_out_change` of each seed alone."""
+    return [float(change.mean()) for change in _changes(logs, other)]
+
+
+def _changes(logs: Sequence[RunLog], other: Sequence[RunLog] | None) -> list[NDArray[np.float64]]:
+    mine = {log.seed: _change(log) for log in logs if log.is_whole and log.solved()}
+    if other is None:
+        return list(mine.values())
+    theirs = {log.seed: _change(log) for log in other if log.is_whole and log.solved()}
+    return [mine[seed] - theirs[seed] for seed in mine if seed in theirs]
 
 
 def _change(log: RunLog) -> NDArray[np.float64]:

@@ -15,9 +15,12 @@ from megatron_trace.study.comparison import (
     fifth,
     held_out_accuracy,
     held_out_change,
+    held_out_changes,
     held_out_difference,
+    held_out_differences,
     paired_difference,
     paired_log_ratio,
+    pairs_of,
 )
 from megatron_trace.study.statistics import Interval
 
@@ -51,6 +54,8 @@ def write_page(path: Path, title: str, logs: Sequence[RunLog], *, command: str) 
             f"### Methods\n\n{_methods(groups, suffix)}",
             f"### Gap between rollout and training\n\n{_gaps(groups, suffix)}",
         ]
+        if len(groups) > 1:
+            parts.append(f"### Pairs, and each seed alone\n\n{_pairs(groups)}")
         if any(lag > 0 for log in chosen for lag in log.steps["health.lag_max"]):
             parts.append(f"### Steps without lag\n\n{_without_lag(groups, suffix)}")
         if f"{REFERENCE}{suffix}" in groups:
@@ -146,6 +151,37 @@ def _gaps(groups: dict[str, list[RunLog]], suffix: str) -> str:
     return _table(head, rows)
 
 
+def _pairs(groups: dict[str, list[RunLog]]) -> str:
+    head = ("pair", "gap, last", "reward, last", "held-out, after", "held-out, after minus before")
+    rows = []
+    for name, logs in groups.items():
+        for other, others in groups.items():
+            if name <= other:
+                continue
+            gaps = _quotients(pairs_of(logs, others, "gap.mean"))
+            rewards = [mine - theirs for mine, theirs in pairs_of(logs, others, "reward")]
+            rows.append(
+                (
+                    f"{name}, {other}",
+                    f"× {_ratio(paired_log_ratio(logs, others, 'gap.mean'))}{_each(gaps, '.3g')}",
+                    f"{_spread(paired_difference(logs, others, 'reward'))}{_each(rewards)}",
+                    f"{_interval(held_out_difference(logs, others))}"
+                    f"{_each(held_out_differences(logs, others))}",
+                    f"{_interval(held_out_change(logs, others))}"
+                    f"{_each(held_out_changes(logs, others))}",
+                )
+            )
+    return _table(head, rows)
+
+
+def _quotients(pairs: Sequence[tuple[float, float]]) -> list[float]:
+    return [one / other for one, other in pairs if other > 0]
+
+
+def _each(values: Sequence[float], form: str = "+.3f") -> str:
+    return "; " + " / ".join(format(value, form) for value in values) if values else ""
+
+
 def _without_lag(groups: dict[str, list[RunLog]], suffix: str) -> str:
     """Gives what the arithmetic alone does: these gaps have no part of an older policy."""
     fresh = {
@@ -154,24 +190,29 @@ def _without_lag(groups: dict[str, list[RunLog]], suffix: str) -> str:
     baseline = fresh.get(f"{BASELINE}{suffix}", [])
     head = (
         "method",
-        "mean lag of all steps (versions)",
+        "lag, last (versions)",
         "steps without lag",
         "their gap, first fifth (nats)",
         "last fifth",
+        "last / first",
         "last fifth / qat's",
     )
     rows = []
     for name, logs in fresh.items():
-        is_other = name != f"{BASELINE}{suffix}"
-        means = [fifth(log.steps["health.lag_mean"], last=True) for log in groups[name]]
+        gaps = [log.steps["gap.mean"] for log in logs]
+        grown = _quotients([(fifth(gap, last=True), fifth(gap, last=False)) for gap in gaps])
+        ratios = _quotients(pairs_of(logs, baseline, "gap.mean"))
+        compared = f"{_ratio(paired_log_ratio(logs, baseline, 'gap.mean'))}{_each(ratios, '.3g')}"
+        lags = [fifth(log.steps["health.lag_mean"], last=True) for log in groups[name]]
         rows.append(
             (
                 name,
-                _spread(spread_of(means)),
+                _spread(spread_of(lags)),
                 " / ".join(str(log.num_steps) for log in logs) or "-",
                 _over_seeds(logs, "gap.mean", last=False),
                 _over_seeds(logs, "gap.mean", last=True),
-                _ratio(paired_log_ratio(logs, baseline, "gap.mean")) if is_other else "1",
+                _each(grown, ".3g").removeprefix("; ") or "-",
+                compared if name != f"{BASELINE}{suffix}" else "1",
             )
         )
     return _table(head, rows)
@@ -185,8 +226,9 @@ def _served(groups: dict[str, list[RunLog]], suffix: str) -> str:
         # Compensated activations are another precision than the one compared here.
         if name not in (f"{REFERENCE}{suffix}", f"quads{suffix}"):
             accuracy = held_out_accuracy(logs, last=True)
-            difference = held_out_difference(logs, reference, served_other=FP4)
-            rows.append((name, _interval(accuracy), _interval(difference)))
+            difference = _interval(held_out_difference(logs, reference, served_other=FP4))
+            each = _each(held_out_differences(logs, reference, served_other=FP4))
+            rows.append((name, _interval(accuracy), difference + each))
     return _table(("policy", "held-out", "minus the first row"), rows)
 
 

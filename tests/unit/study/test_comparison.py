@@ -137,6 +137,8 @@ def test_a_change_is_from_the_first_evaluation_to_the_last_of_the_same_run() -> 
     less = comparison.held_out_change(logs, other)
     assert less is not None
     assert less.value == pytest.approx((-2 - 1) / 4)
+    assert comparison.held_out_changes(logs) == [0.25, -0.5]
+    assert comparison.held_out_changes(logs, other) == [-0.75]
 
 
 def test_steps_without_lag_are_those_whose_samples_are_all_of_the_policy_they_train() -> None:
@@ -155,7 +157,7 @@ def test_the_page_has_the_gap_without_lag_where_rollouts_run_ahead(tmp_path: Pat
         log.steps.update({"health.lag_max": [0.0, 3.0], "health.lag_mean": [0.0, 2.5]})
     write_page(tmp_path / "page.md", "Title", logs, command="make")
     text = (tmp_path / "page.md").read_text()
-    assert "| trace | 2.5 | 1 | 1 | 1 | 0.5 |" in text
+    assert "| trace | 2.5 | 1 | 1 | 1 | 1 | 0.5; 0.5 |" in text
 
 
 def test_folders_give_logs_that_survive_their_file(tmp_path: Path) -> None:
@@ -203,4 +205,5 @@ def test_the_page_has_partial_runs_and_keeps_them_out_of_the_numbers(tmp_path: P
     assert "| qat | 1 of 2 | 0.25 | 0.25 | 0.500" in text
     assert "## Trainer perturbed by 0.1" in text
     assert "| bf16, quantised to nearest after RL | 0.000 [0.000, 0.000] | - |" in text
-    assert "| qat | 0.500 [0.000, 1.000] | 0.500 [0.000, 1.000] |" in text
+    assert "| qat | 0.500 [0.000, 1.000] | 0.500 [0.000, 1.000]; +0.500 |" in text
+    assert "| qat, bf16 | × 2; 2 | -0.25; -0.250 | -0.500 [-1.000, 0.000]; -0.500 |" in text
