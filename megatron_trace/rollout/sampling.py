@@ -133,10 +133,11 @@ def draw(logprobs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
         from megatron_trace.rollout.kernels import draw as kernel
 
         return kernel.draw(logprobs.contiguous(), uniform)
-    return _draw_by_torch(logprobs, uniform)
+    return draw_by_torch(logprobs, uniform)
 
 
-def _draw_by_torch(logprobs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+def draw_by_torch(logprobs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    """Gives `draw` on any device; arguments as there."""
     rows = max(1, _CHUNK_VALUES // logprobs.shape[1])
     tokens = []
     for part, numbers in zip(logprobs.split(rows), uniform.split(rows), strict=True):

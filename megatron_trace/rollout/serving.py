@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import cast
 
+import torch
 from megatron.core.inference.config import InferenceConfig, PrefixCachingEvictionPolicy
 from megatron.core.inference.contexts.mamba_slot_allocator import (
     MAX_INTERMEDIATE_OFFSETS_PER_REQUEST,
@@ -280,6 +281,7 @@ class Server:
             compat.inference_mode_of_process(),
             compat.flash_attention_not_needed(),
             global_replay_instances(self.model),
+            _one_thread_beside_a_gpu(next(self.model.parameters()).device),
         ):
             try:
                 yield
@@ -357,6 +359,22 @@ class Server:
 
     def _finished_ids(self, active_ids: list[int]) -> set[int]:
         return set() if self._run is None else self._run.finished_ids(active_ids)
+
+
+@contextlib.contextmanager
+def _one_thread_beside_a_gpu(device: torch.device) -> Iterator[None]:
+    """Lets one thread compute the host's tensors of a step, where a GPU computes the rest.
+
+    They are small, but some reach the size from which torch lets all cores share the work: tables
+    of pages, rows of a record. Waking them and waiting for the last one took milliseconds a step.
+    """
+    num_threads = torch.get_num_threads()
+    if device.type == "cuda":
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)
 
 
 def inference_config(

@@ -23,10 +23,12 @@ def run_program() -> Callable[..., str]:
 
     def run(name: str, *arguments: str, interpret: bool) -> str:
         interpreter = {"TRITON_INTERPRET": "1"} if interpret else {}
+        # Where packages that are no part of the environment are found stays in it.
+        found_in = [str(HERE.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
         programs = [str(HERE / "quick_interpreter.py"), name] if interpret else [str(HERE / name)]
         process = subprocess.run(
             [sys.executable, "-W", "ignore", *programs, *arguments],
-            env=os.environ | {"PYTHONPATH": str(HERE.parents[1])} | interpreter,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(found_in)} | interpreter,
             capture_output=True,
             text=True,
             check=False,

@@ -71,6 +71,9 @@ def delta_step(
     recurrent: torch.Tensor,
     slots: torch.Tensor,
     parameters: DeltaParameters,
+    *,
+    values: int = _VALUES,
+    num_warps: int = _WARPS,
 ) -> torch.Tensor:
     """Gives what the last linear reads, and moves the states in the slots on by a token.
 
@@ -82,6 +85,8 @@ def delta_step(
         slots: integer [N], where each request's states are; negative ones count from the end. What
             rows of the same slot leave there is of one of them, or mixed.
         parameters: What the layer has.
+        values: Columns of a head's state that a program holds.
+        num_warps: Warps of a program.
 
     Returns:
         [N, H * V] in projected's dtype.
@@ -102,7 +107,7 @@ def delta_step(
     output = torch.empty_like(read)
     if num_requests == 0:
         return output
-    values = min(_VALUES, value_dim)
+    values = min(values, value_dim)
     with torch.cuda.device_of(projected):
         _convolve_kernel[num_requests, triton.cdiv(channels, _CHANNELS)](
             projected,
@@ -136,7 +141,7 @@ def delta_step(
             V=value_dim,
             NORMALISES=p.normalises,
             VALUES=values,
-            num_warps=_WARPS,
+            num_warps=num_warps,
         )
         _gate_kernel[num_requests, heads](
             projected,
