@@ -45,8 +45,7 @@ import torch
 
 from megatron_trace import compat
 from megatron_trace.config import TraceConfig
-from megatron_trace.formats import E4M3_MAX, FORMAT_SETS
-from megatron_trace.hints import QuantizerSettings, Site
+from megatron_trace.formats import FORMAT_SETS
 from megatron_trace.models.architecture import Architecture
 from megatron_trace.models.local_config import architecture_config
 from megatron_trace.models.presets import PRESETS, preset
@@ -65,7 +64,7 @@ from megatron_trace.rollout.recorder import Recorder
 from megatron_trace.rollout.serving import EngineLimits, Server
 from megatron_trace.rollout.weights import quantise_experts
 from megatron_trace.testing.device_timing import copy_bandwidth
-from megatron_trace.testing.long_decode import KV_GLOBAL_SCALE, LongDecode, fill_experts
+from megatron_trace.testing.long_decode import LongDecode, fill_experts, random_settings
 from megatron_trace.testing.single_process import single_process
 from megatron_trace.testing.step_profile import host_profile, profiled
 
@@ -247,7 +246,7 @@ class Bench:
         )
         self.say("model")
         if policy.quantised:
-            policy.use_settings(_settings(policy))
+            policy.use_settings(random_settings(policy))
         if is_packed:
             fill_experts(policy.layers)
         elif policy.quantised:
@@ -439,7 +438,7 @@ class Bench:
             self.say(f"{name}: {part.num_kernels} kernels, {busy}")
             for kernel, count, us in part.longest(24):
                 print(f"    {us:8.1f} us {count:5d} x {kernel}")
-        print(host_profile(decode.step, calls=10), flush=True)
+        print(host_profile(decode.step, calls=60, lines=45), flush=True)
         return {name: dataclasses.asdict(part) for name, part in parts.items()}
 
     def _limit(self, missing_bytes: int) -> None:
@@ -503,25 +502,6 @@ def _mean(by_length: dict[int, float]) -> float:
         for i in range(len(lengths) - 1)
     )
     return area / (lengths[-1] - lengths[0])
-
-
-def _settings(policy: ServedPolicy) -> QuantizerSettings:
-    """Gives static scales for activations of about 1, as random weights give them."""
-    trace, scales = policy.trace, {}
-    largest = 6.0 * E4M3_MAX
-    for layer in policy.layers:
-        if layer.moe is not None:
-            scales[layer.index, Site.FC1], scales[layer.index, Site.FC2] = 8 / largest, 8 / largest
-        if layer.attention is not None:
-            scales[layer.index, Site.K] = scales[layer.index, Site.V] = KV_GLOBAL_SCALE
-    return QuantizerSettings(
-        {place: scale for place, scale in scales.items() if place[1] in trace.quantised_sites},
-        number_format=trace.number_format,
-        quantised_parts=trace.quantised_parts,
-        power_of_two_scales=trace.power_of_two_scales,
-        model_id=policy.model_id,
-        residual_share=trace.residual_share,
-    )
 
 
 def _collect() -> None:
@@ -643,6 +623,9 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> None:
     """Measures and prints."""
     options = parsed(arguments)
+    # As torchrun sets it: threads that wait for one another cost more than the engine's small
+    # tables on the host give them to do, milliseconds a step where other programs run.
+    torch.set_num_threads(1)
     with single_process(seed=0):
         bench = Bench(options)
         print(json.dumps(bench.facts), flush=True)

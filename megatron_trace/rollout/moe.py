@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
 
 from megatron_trace.hints import Site
 from megatron_trace.models.moe import DispatchInputMoELayer
@@ -65,15 +66,53 @@ class EngineMoELayer(DispatchInputMoELayer):
         if self.routed_experts is None or not self._in_step:
             return super().forward(hidden_states, intermediate_tensors, padding_mask)
         shared = self.shared_experts_compute(hidden_states)
-        probabilities, _ = self.route(hidden_states, padding_mask)
-        router: Any = self.router
-        chosen = router.router_replay.get_recorded_indices().long()
+        probabilities, chosen = self._chosen(hidden_states, padding_mask)
         x = hidden_states
         if not self.routed_experts.quantises_input:
             x = self.transform_dispatch_input(hidden_states)
-        output = self.routed_experts(x.flatten(0, 1), chosen, probabilities.gather(1, chosen))
+        output = self.routed_experts(x.flatten(0, 1), chosen, probabilities)
         output = output.view_as(hidden_states)
         return (output if shared is None else output + shared), None
+
+    def _chosen(
+        self, hidden_states: torch.Tensor, padding_mask: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Gives the probabilities [T, k] of each token's experts, and these, int64 [T, k].
+
+        Where Megatron's router does no more than choose them, the same function gives them without
+        the two maps [T, E] that its dispatchers read: eight kernels a layer.
+        """
+        router: Any = self.router
+        if not self._only_chooses:
+            probabilities, _ = self.route(hidden_states, padding_mask)
+            chosen = router.router_replay.get_recorded_indices().long()
+            return probabilities.gather(1, chosen), chosen
+        config = self.config
+        return topk_routing_with_score_function(
+            router.gating(hidden_states).flatten(0, 1),
+            router.topk,
+            use_pre_softmax=config.moe_router_pre_softmax,
+            num_groups=config.moe_router_num_groups,
+            group_topk=config.moe_router_group_topk,
+            scaling_factor=config.moe_router_topk_scaling_factor,
+            score_function=router.score_function,
+            router_replay=router.router_replay,
+            dense_output=True,
+        )
+
+    @property
+    def _only_chooses(self) -> bool:
+        """Whether nothing of Megatron's router changes logits or choice, outside of training."""
+        config, router = self.config, cast("Any", self.router)
+        return not (
+            router.routing_type in ("sinkhorn", "quantile_balancing")
+            or router.enable_expert_bias
+            or config.moe_router_fusion
+            or config.moe_router_force_load_balancing
+            or config.moe_router_force_biased is not None
+            or config.moe_expert_capacity_factor is not None
+            or config.moe_input_jitter_eps is not None
+        )
 
     def transform_dispatch_input(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Gives the fake-quantised input [S, B, H]; the input itself if not quantised."""

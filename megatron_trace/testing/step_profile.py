@@ -6,12 +6,13 @@ what comes after. Kernels are told apart by the launch that they belong to.
 
 from __future__ import annotations
 
-import cProfile
-import io
-import pstats
-from collections import defaultdict
+import signal
+import time
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ from torch._C._autograd import DeviceType
 
 _NAME_CHARACTERS = 60
 _GRAPH_LAUNCH = "cudaGraphLaunch"
+_SAMPLE_S = 2e-4
 
 
 class Kernel(NamedTuple):
@@ -110,19 +112,46 @@ def _part(kernels: Sequence[Kernel]) -> PartTime:
     return PartTime((until - first) / 1000, busy / 1000, len(kernels), by_name)
 
 
-def host_profile(function: Callable[[], object], *, calls: int, lines: int = 30) -> str:
-    """Gives what Python does in a call, by the time in each function itself.
+def host_profile(function: Callable[[], object], *, calls: int, lines: int = 25) -> str:
+    """Gives what the host does in a call, by samples of the main thread's stack.
+
+    cProfile gives the time of coroutines and of torch's slices to whatever was called last.
 
     Args:
         function: The call.
         calls: How often it is called.
-        lines: Functions that are named.
+        lines: Lines that are named, of those that run themselves, and of those that call.
     """
-    profile = cProfile.Profile()
-    profile.enable()
-    for _ in range(calls):
-        function()
-    profile.disable()
-    text = io.StringIO()
-    pstats.Stats(profile, stream=text).strip_dirs().sort_stats("tottime").print_stats(lines)
-    return text.getvalue()
+    own: Counter[str] = Counter()
+    every: Counter[str] = Counter()
+
+    def sample(_: int, frame: FrameType | None) -> None:
+        stack = []
+        while frame is not None:
+            code = frame.f_code
+            stack.append(f"{Path(code.co_filename).name}:{frame.f_lineno} {code.co_name}")
+            frame = frame.f_back
+        own[stack[0]] += 1
+        every.update(set(stack))
+        # Not at intervals, in which a sample might interrupt the one before.
+        if running:
+            signal.setitimer(signal.ITIMER_REAL, _SAMPLE_S)
+
+    running = [True]
+    previous = signal.signal(signal.SIGALRM, sample)
+    started = time.perf_counter()
+    signal.setitimer(signal.ITIMER_REAL, _SAMPLE_S)
+    try:
+        for _ in range(calls):
+            function()
+    finally:
+        running.clear()
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+    call_ms = 1000 * (time.perf_counter() - started) / calls
+    share = call_ms / max(1, own.total())
+    text = [f"host: {call_ms:.3f} ms a call, {own.total()} samples of {calls} calls"]
+    for name, counts in (("itself", own), ("with what it calls", every)):
+        text.append(f"  ms a call, {name}:")
+        text += [f"    {share * count:7.3f}  {line}" for line, count in counts.most_common(lines)]
+    return "\n".join(text)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
-from megatron_trace.testing.step_profile import Kernel, by_part
+from megatron_trace.testing.step_profile import Kernel, by_part, host_profile
 
 
 def test_kernels_are_before_in_or_after_the_graph_and_idle_time_is_not_busy():
@@ -25,3 +27,15 @@ def test_kernels_are_before_in_or_after_the_graph_and_idle_time_is_not_busy():
 
 def test_without_a_graph_all_is_before():
     assert list(by_part([Kernel(0, 1, "copy", 1)], set())) == ["before"]
+
+
+def test_a_profile_of_the_host_names_what_runs():
+    def busy():
+        until = time.perf_counter() + 0.01
+        while time.perf_counter() < until:
+            pass
+
+    text = host_profile(busy, calls=3)
+    itself, calling = text.split("with what it calls")
+    assert " busy" in itself
+    assert " host_profile" in calling

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.transformer.moe.router_replay import RouterReplayAction
 
 from megatron_trace.formats import ops
 from megatron_trace.hints import RecordKind, Site
@@ -134,6 +135,25 @@ def test_a_failed_push_leaves_the_packed_codes_that_serve(packed_engine, weights
     packed_engine.push_weights(weights, policy_version=11)
     restored = dict(packed_engine.model.named_buffers())
     assert all(torch.equal(restored[name], buffer) for name, buffer in before.items())
+
+
+@pytest.mark.parametrize("config", [{}, {"moe_router_pre_softmax": True}])
+def test_experts_are_chosen_as_megatrons_router_does_but_without_its_maps(weights, config):
+    engine = tiny_engine(weights, config=config, packed_experts="torch")
+    moe: Any = engine.layers[LAYER].moe
+    x = torch.randn(40, 1, 128, generator=torch.Generator().manual_seed(0)).bfloat16()
+    moe.router.router_replay.set_router_replay_action(RouterReplayAction.RECORD)
+    with torch.no_grad():
+        probabilities, _ = moe.route(x)
+        expected = moe.router.router_replay.get_recorded_indices().clone()
+        moe.router.router_replay.clear_indices()
+        ours, chosen = moe._chosen(x, None)
+    recorded = moe.router.router_replay.get_recorded_indices()
+    moe.router.router_replay.clear_router_replay_action()
+    assert moe._only_chooses
+    assert torch.equal(chosen, expected)
+    assert torch.equal(recorded, expected)
+    assert torch.equal(ours, probabilities.gather(1, chosen))
 
 
 @pytest.mark.parametrize(
