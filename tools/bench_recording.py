@@ -36,27 +36,25 @@ from typing import Any
 import torch
 
 from megatron_trace.config import TraceConfig
-from megatron_trace.formats import E4M3_MAX
-from megatron_trace.hints import QuantizerSettings, Site
 from megatron_trace.models.local_config import architecture_config
 from megatron_trace.models.presets import PRESETS, preset
 from megatron_trace.rollout import SamplingSettings
 from megatron_trace.rollout.decode_graphs import DecodeGraphs
-from megatron_trace.rollout.packed_experts import PackedRoutedExperts
+from megatron_trace.rollout.packed_experts import implementation_of
 from megatron_trace.rollout.policy import ServedPolicy
 from megatron_trace.rollout.serving import EngineLimits, Server
 from megatron_trace.testing.long_decode import (
-    KV_GLOBAL_SCALE,
     begin_decoding,
     fill_cache,
+    fill_experts,
     fill_states,
     move_to,
+    random_settings,
 )
 from megatron_trace.testing.single_process import single_process
 
 PAGE_TOKENS = 64
 WARM_UP = 4
-E4M3_ONE = 0x38
 FORWARDS = {"one by one": None, "kernels": False, "graphs": True}
 STARTED = time.perf_counter()
 
@@ -75,36 +73,30 @@ def policy_of(options: argparse.Namespace) -> ServedPolicy:
     changes["attention_interval"] = 1 if options.attention_only else None
     chosen = {name: value for name, value in changes.items() if value}
     architecture = dataclasses.replace(architecture, **chosen)
+    config = architecture_config(architecture, use_cpu_initialization=False)
+    trace = TraceConfig(
+        hint_layers=options.hint_layers,
+        kv_attention=options.kv_attention,
+        packed_experts=options.packed_experts,
+        check_finite=not options.no_check_finite,
+    )
+    device = torch.device("cpu" if options.cpu else "cuda")
+    is_packed = implementation_of(config, trace, device) is not None
     policy = ServedPolicy(
-        architecture_config(architecture, use_cpu_initialization=False),
+        config,
         pattern=architecture.pattern(),
         vocab_size=architecture.vocab_size,
         max_sequence_length=options.context + 2 * PAGE_TOKENS,
-        trace=TraceConfig(
-            hint_layers=options.hint_layers,
-            kv_attention=options.kv_attention,
-            packed_experts=options.packed_experts,
-            check_finite=not options.no_check_finite,
-        ),
+        trace=trace,
         keep_packed_weights=False,
+        keep_bf16_experts=not is_packed,
         model_id=architecture.name,
         rotary_percent=architecture.rope_share,
         rotary_base=architecture.rope_base,
     )
-    scales: dict[tuple[int, Site], float] = {}
-    for layer in policy.layers:
-        if layer.moe is not None:
-            scales[layer.index, Site.FC1] = scales[layer.index, Site.FC2] = 8 / (6 * E4M3_MAX)
-        if layer.attention is not None:
-            scales[layer.index, Site.K] = scales[layer.index, Site.V] = KV_GLOBAL_SCALE
-    for layer in policy.layers:
-        packed = getattr(layer.moe, "routed_experts", None)
-        if isinstance(packed, PackedRoutedExperts):
-            for name, buffer in packed.named_buffers():
-                fill = {"codes": None, "scales": E4M3_ONE, "global_scales": 1e-2}
-                value = fill[name.split("_", 1)[1]]
-                buffer.random_(0, 256) if value is None else buffer.fill_(value)
-    policy.use_settings(QuantizerSettings(scales, model_id=policy.model_id))
+    policy.use_settings(random_settings(policy))
+    if is_packed:
+        fill_experts(policy.layers)
     return policy
 
 

@@ -16,17 +16,20 @@ from typing import Any, cast
 
 import torch
 
+from megatron_trace.formats import E4M3_MAX
+from megatron_trace.hints import QuantizerSettings, Site
 from megatron_trace.models.hybrid import DecoderLayer, decoder_layers
 from megatron_trace.rollout.context import RolloutContext
 from megatron_trace.rollout.kv_cache import PackedKVContext
 from megatron_trace.rollout.packed_experts import PackedRoutedExperts
+from megatron_trace.rollout.policy import ServedPolicy
 from megatron_trace.rollout.running import Run
 from megatron_trace.rollout.sampling import SamplingSettings
 from megatron_trace.rollout.serving import Server
 
 # 96 in E4M3: with the global scale below, codes of 3 stand for values of about 1.
 _SCALE_BYTE = 0x6C
-KV_GLOBAL_SCALE = 1 / 288
+_KV_GLOBAL_SCALE = 1 / 288
 _E4M3_ONE = 0x38
 _PACKED_PARTS = ("codes", "scales", "global_scales")
 
@@ -166,6 +169,28 @@ def fill_cache(context: RolloutContext) -> None:
             context.layout.split(part)[1].fill_(_SCALE_BYTE)
         else:
             part.normal_()
+
+
+def random_settings(policy: ServedPolicy) -> QuantizerSettings:
+    """Gives static scales for activations of about 1, as random weights give them.
+
+    Those of keys and values are of what `fill_cache` gives.
+    """
+    trace, scales = policy.trace, {}
+    largest = 6.0 * E4M3_MAX
+    for layer in policy.layers:
+        if layer.moe is not None:
+            scales[layer.index, Site.FC1], scales[layer.index, Site.FC2] = 8 / largest, 8 / largest
+        if layer.attention is not None:
+            scales[layer.index, Site.K] = scales[layer.index, Site.V] = _KV_GLOBAL_SCALE
+    return QuantizerSettings(
+        {place: scale for place, scale in scales.items() if place[1] in trace.quantised_sites},
+        number_format=trace.number_format,
+        quantised_parts=trace.quantised_parts,
+        power_of_two_scales=trace.power_of_two_scales,
+        model_id=policy.model_id,
+        residual_share=trace.residual_share,
+    )
 
 
 @torch.no_grad()
