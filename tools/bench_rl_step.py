@@ -12,6 +12,10 @@ all other numbers of the run and its last weights: what makes a step faster must
 # ruff: noqa: E402  The stand-in for the CUDA runtime must be installed before Megatron is imported.
 from __future__ import annotations
 
+import time
+
+STARTED_S = time.perf_counter()
+
 from megatron_trace.testing import cpu_runtime
 
 cpu_runtime.install()
@@ -26,9 +30,8 @@ import json
 import pstats
 import statistics
 import tempfile
-import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -119,9 +122,14 @@ def measure(method: str, problem: Problem, options: argparse.Namespace) -> dict[
         _add(numbers, metrics)
         steps.append(took)
         told = ", ".join(f"{name} {value:.3f}" for name, value in took.items())
-        print(f"{method:6} step {step}: {told} s, {metrics['response_tokens']:.2f} tokens")
+        _tell(f"{method:6} step {step}: {told} s, {metrics['response_tokens']:.2f} tokens")
     numbers.update(plain_digest(run.named_weights()).encode())
     seconds |= {name: statistics.median(step[name] for step in steps[1:]) for name in steps[0]}
+    if options.profile is not None:
+        with options.profile.open("a") as out:
+            for part in profiles_of(run, options.rows):
+                print(f"# {method}\n{part}", file=out, flush=True)
+        _tell(f"{method}: profiles are written")
     began = time.perf_counter()
     right = solved(run, problem.held_out)
     seconds["evaluation"] = _since(began)
@@ -130,16 +138,13 @@ def measure(method: str, problem: Problem, options: argparse.Namespace) -> dict[
         began = time.perf_counter()
         checkpoint.save(run, Path(folder), identity={})
         seconds["checkpoint"] = _since(began)
-    if options.profile is not None:
-        with options.profile.open("a") as out:
-            out.write(f"# {method}\n{profile_of(run, options.rows)}\n")
     told = ", ".join(f"{name} {value:.3f}" for name, value in seconds.items())
     digest = numbers.hexdigest()[:16]
-    print(f"{method:6} median: {told} s; digest {digest}", flush=True)
+    _tell(f"{method:6} median: {told} s; digest {digest}")
     return {"seconds": seconds, "steps": steps, "digest": digest}
 
 
-def profile_of(run: RlRun, rows: int) -> str:
+def profiles_of(run: RlRun, rows: int) -> Iterator[str]:
     """Gives where the host spends a step's time, and what the device computes in another one."""
     profiler = cProfile.Profile()
     profiler.runcall(_step, run)
@@ -147,16 +152,15 @@ def profile_of(run: RlRun, rows: int) -> str:
     stats = pstats.Stats(profiler, stream=text)
     for order in ("tottime", "cumtime"):
         stats.sort_stats(order).print_stats(rows)
-    found = text.getvalue()
+    yield text.getvalue()
     if not torch.cuda.is_available():
-        return found
+        return
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profile:
         _step(run)
-    for order in ("self_cpu_time_total", "self_cuda_time_total", "count"):
-        averages = profile.key_averages()
-        found += averages.table(sort_by=order, row_limit=rows, max_name_column_width=70)
-    return found
+    averages = profile.key_averages()
+    for order in ("self_cpu_time_total", "self_cuda_time_total"):
+        yield averages.table(sort_by=order, row_limit=rows, max_name_column_width=70)
 
 
 def _step(run: RlRun) -> tuple[dict[str, Any], dict[str, float]]:
@@ -171,6 +175,10 @@ def _step(run: RlRun) -> tuple[dict[str, Any], dict[str, float]]:
 def _add(numbers: Any, metrics: dict[str, Any]) -> None:
     plain = {name: value for name, value in metrics.items() if name != "seconds"}
     numbers.update(json.dumps(plain, sort_keys=True).encode())
+
+
+def _tell(text: str) -> None:
+    print(f"{time.perf_counter() - STARTED_S:.1f} s: {text}", flush=True)
 
 
 def _since(began: float) -> float:
@@ -208,10 +216,11 @@ def main() -> None:
     torch.set_num_threads(1)
     if options.profile is not None:
         options.profile.unlink(missing_ok=True)
+    _tell("imported")
     with single_process(seed=0):
         began = time.perf_counter()
         problem = problem_of(options)
-        print(f"problem: {_since(began):.1f} s", flush=True)
+        _tell(f"problem: {_since(began):.1f} s")
         found = {method: measure(method, problem, options) for method in options.methods}
     if options.json is not None:
         options.json.write_text(json.dumps(found, indent=1))

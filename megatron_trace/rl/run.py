@@ -31,7 +31,7 @@ from megatron_trace.rl_config import HealthConfig, LossConfig
 from megatron_trace.rollout.decode_graphs import require_static_experts
 from megatron_trace.rollout.engine import RolloutEngine
 from megatron_trace.rollout.sampling import SamplingSettings
-from megatron_trace.rollout.weights import plain_digest
+from megatron_trace.rollout.weights import holds_bits, plain_digest
 from megatron_trace.training.model import TrainerAttention, build_trainer_model
 from megatron_trace.training.sites import TraceSites
 from megatron_trace.training.te_choice import without_recipe
@@ -234,8 +234,8 @@ class RlRun:
         digest = self.engine.push_weights(weights, policy_version)
         if self.sites.quantises_experts:
             own = expert_weight_digest(self.model, self.sites)
-        else:
-            own = plain_digest(weights)
+        else:  # Hashed for the message only: that takes longer than to compare them.
+            own = digest if holds_bits(self.engine.model, weights) else plain_digest(weights)
         if digest != own:
             raise RuntimeError(
                 f"after the push of policy version {policy_version} the engine's weights have "

@@ -364,15 +364,17 @@ class RolloutContext(DynamicInferenceContext):
         """
         started = time.perf_counter()
         saved: dict[int, SavedRows] = {}
-        for group in groups_of_rows([self._num_rows(index) for index in indices]):
-            saved |= self._saved_together(indices[group], to_continue=to_continue)
+        rows = (self.request_kv_length_offsets + self.request_query_lengths)[list(indices)].tolist()
+        for group in groups_of_rows(rows):
+            saved |= self._saved_together(indices[group], rows[group], to_continue=to_continue)
         self.sites.recorder.seconds += time.perf_counter() - started
         return saved
 
-    def _saved_together(self, indices: Sequence[int], *, to_continue: bool) -> dict[int, SavedRows]:
-        own = [self._written_places(index) for index in indices]
+    def _saved_together(
+        self, indices: Sequence[int], counts: Sequence[int], *, to_continue: bool
+    ) -> dict[int, SavedRows]:
+        own = [self._written_places(*one) for one in zip(indices, counts, strict=True)]
         blocks, pages, offsets = zip(*own, strict=True)
-        counts = [len(rows) for rows in pages]
         pages, offsets = torch.cat(pages), torch.cat(offsets)
         recorder, on_device = self.sites.recorder, self._on_device(pages, offsets)
         places = sorted(recorder.places) if recorder.is_recording else []
@@ -399,16 +401,13 @@ class RolloutContext(DynamicInferenceContext):
         requests = self.request_ids[list(indices)].tolist()
         return {request: SavedRows(*own) for request, own in zip(requests, fields, strict=True)}
 
-    def _num_rows(self, index: int) -> int:
-        """Gives the tokens that the request at an index has computed."""
-        return int(self.request_kv_length_offsets[index] + self.request_query_lengths[index])
-
-    def _written_places(self, index: int) -> tuple[np.ndarray, torch.Tensor, torch.Tensor]:
+    def _written_places(
+        self, index: int, num_rows: int
+    ) -> tuple[np.ndarray, torch.Tensor, torch.Tensor]:
         """Gives `_places` of all that a request has computed."""
-        num_rows = self._num_rows(index)
         blocks, pages, offsets = self._places(index, 0, num_rows)
         written = self.kv_block_allocator.num_written[blocks]
-        if (written[:-1] < self.block_size_tokens).any() or len(pages) > written.sum():
+        if (written[:-1] < self.block_size_tokens).any() or num_rows > written.sum():
             raise RuntimeError(
                 f"request {int(self.request_ids[index])} computed {num_rows} tokens, but its pages "
                 f"hold {written.sum()}"
@@ -490,11 +489,11 @@ class RolloutContext(DynamicInferenceContext):
         self, index: int, start: int, stop: int
     ) -> tuple[np.ndarray, torch.Tensor, torch.Tensor]:
         """Gives the pages of some positions of a request, then page and offset of each, int64."""
-        positions = torch.arange(start, stop)
-        size = self.block_size_tokens
-        table = self.request_to_kv_block_ids[index]
-        blocks = table[start // size : -(-stop // size)].numpy().copy()
-        return blocks, table[positions // size].long(), positions % size
+        positions, size = np.arange(start, stop), self.block_size_tokens
+        table = self.request_to_kv_block_ids[index].numpy()
+        blocks = table[start // size : -(-stop // size)].copy()
+        pages, offsets = table[positions // size].astype(np.int64), positions % size
+        return blocks, torch.from_numpy(pages), torch.from_numpy(offsets)
 
     @staticmethod
     def _on_device(pages: torch.Tensor, offsets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -218,6 +218,24 @@ class _RuleQuantiser:
         return decode(codes, chosen.scale_bytes, chosen.global_scale, OPERAND_DTYPE)
 
 
+@torch.no_grad()
+def holds_bits(model: torch.nn.Module, named: Mapping[str, torch.Tensor]) -> bool:
+    """Whether a BF16 model holds exactly these parameters, cast to BF16; the device is asked once.
+
+    Args:
+        model: Model of the engine.
+        named: Parameters by name, on its device, of a trainer (BF16 or FP32).
+    """
+    own = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    if own.keys() != named.keys():
+        return False
+    same = [
+        (parameter.view(torch.int16) == named[name].to(torch.bfloat16).view(torch.int16)).all()
+        for name, parameter in own.items()
+    ]
+    return bool(torch.stack(same).all())
+
+
 def plain_digest(named: Mapping[str, torch.Tensor]) -> str:
     """Gives a digest of parameters as a BF16 engine holds them, for a rollout without quantisation.
 

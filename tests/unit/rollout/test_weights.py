@@ -10,6 +10,7 @@ from megatron_trace.formats import encode, global_scale_from_amax, pack_codes
 from megatron_trace.hints import Site
 from megatron_trace.hints.weight_digest import combine_digests, matrix_digest
 from megatron_trace.models.hybrid import named_expert_linears
+from megatron_trace.rollout.weights import holds_bits
 from megatron_trace.testing.rollouts import assert_same_rollout
 from megatron_trace.testing.tiny_rollout import (
     calibration_tokens,
@@ -229,3 +230,13 @@ def test_recalibration_of_formats_without_global_scales_is_refused(weights):
         engine.recalibrate(weights, calibration_tokens(), 1)
     roll_out(engine, random_prompts(2))
     assert engine.report.saturated_values == {}
+
+
+def test_a_bf16_engine_holds_the_bits_of_what_was_pushed_and_no_others(weights):
+    engine = tiny_engine(weights, "bf16")
+    device = next(engine.model.parameters()).device
+    named = {name: value.to(device) for name, value in weights.items()}
+    assert holds_bits(engine.model, named)
+    name = next(iter(named))
+    assert not holds_bits(engine.model, named | {name: named[name] * (1 + 2**-7)})
+    assert not holds_bits(engine.model, {n: value for n, value in named.items() if n != name})
