@@ -71,6 +71,7 @@ class HybridModules:
         expert_fc2: Second linear of a routed expert.
         gated_delta_net: Gated DeltaNet module; the engine's keeps the states of requests.
         delta_rule: Kernels of Gated DeltaNet layers.
+        norm: RMSNorm before a layer's parts, and of queries and keys.
     """
 
     self_attention: type[SelfAttention] = SelfAttention
@@ -81,6 +82,7 @@ class HybridModules:
     expert_fc2: type = RowParallelLinear
     gated_delta_net: type[LocalGatedDeltaNet] = LocalGatedDeltaNet
     delta_rule: DeltaRule = "auto"
+    norm: type[RMSNorm] = RMSNorm
 
 
 @dataclass(frozen=True)
@@ -167,7 +169,7 @@ def attention_spec(modules: HybridModules, *, qk_layernorm: bool) -> ModuleSpec:
         modules: Classes of this side.
         qk_layernorm: Whether queries and keys are normalised before RoPE.
     """
-    qk_norm: Any = RMSNorm if qk_layernorm else None
+    qk_norm: Any = modules.norm if qk_layernorm else None
     return ModuleSpec(
         module=modules.self_attention,
         params={"attn_mask_type": AttnMaskType.causal},
@@ -218,12 +220,13 @@ def hybrid_stack_spec(
         qk_layernorm: Whether queries and keys are normalised before RoPE.
     """
     bias_dropout_add: Any = get_bias_dropout_add
+    norm: Any = modules.norm
     layers: dict[str, ModuleSpec] = {}
     if num_experts:
         layers["moe_layer"] = ModuleSpec(
             module=MoETransformerLayer,
             submodules=TransformerLayerSubmodules(
-                pre_mlp_layernorm=RMSNorm,
+                pre_mlp_layernorm=norm,
                 mlp=moe_builder(modules, num_experts=num_experts),
                 mlp_bda=bias_dropout_add,
             ),
@@ -234,7 +237,7 @@ def hybrid_stack_spec(
             attention_layer=ModuleSpec(
                 module=TransformerLayer,
                 submodules=TransformerLayerSubmodules(
-                    input_layernorm=RMSNorm,
+                    input_layernorm=norm,
                     self_attention=attention_spec(modules, qk_layernorm=qk_layernorm),
                     self_attn_bda=bias_dropout_add,
                 ),
@@ -242,7 +245,7 @@ def hybrid_stack_spec(
             gdn_layer=ModuleSpec(
                 module=TransformerLayer,
                 submodules=TransformerLayerSubmodules(
-                    input_layernorm=RMSNorm,
+                    input_layernorm=norm,
                     self_attention=gated_delta_net_spec(modules),
                     self_attn_bda=bias_dropout_add,
                 ),
@@ -250,7 +253,7 @@ def hybrid_stack_spec(
             mlp_layer=ModuleSpec(
                 module=TransformerLayer,
                 submodules=TransformerLayerSubmodules(
-                    pre_mlp_layernorm=RMSNorm, mlp=dense_mlp, mlp_bda=bias_dropout_add
+                    pre_mlp_layernorm=norm, mlp=dense_mlp, mlp_bda=bias_dropout_add
                 ),
             ),
             mtp_block_spec=_mtp_block_spec(),

@@ -18,6 +18,7 @@ from megatron_trace.rollout.compensation import num_compensated
 from megatron_trace.rollout.expert_shapes import ExpertShape
 from megatron_trace.rollout.gated_delta_net import EngineGatedDeltaNet
 from megatron_trace.rollout.moe import EngineMoELayer
+from megatron_trace.rollout.norm import EngineRMSNorm
 
 
 def build_engine_model(
@@ -81,6 +82,7 @@ def build_engine_model(
             moe_layer=EngineMoELayer,
             gated_delta_net=EngineGatedDeltaNet,
             delta_rule=trace.delta_rule,
+            norm=EngineRMSNorm,
             **linears,
         ),
         rotary_percent=rotary_percent,
