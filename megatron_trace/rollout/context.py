@@ -151,11 +151,7 @@ class RolloutContext(DynamicInferenceContext):
             setattr(self, name, states)
 
     def initialize_attention_state(self, **kwargs: Any) -> Any:
-        """Prepares a step and tells the recorder whose rows it computes.
-
-        Raises:
-            RuntimeError: A row would be written over another one, or leave a gap.
-        """
+        """Prepares a step and tells the recorder whose rows it computes."""
         event = super().initialize_attention_state(**kwargs)
         recorder = self.sites.recorder
         if recorder.is_running:
@@ -168,16 +164,27 @@ class RolloutContext(DynamicInferenceContext):
                 self.token_to_local_position_within_kv_block[rows],
                 num_padded=self.padded_active_token_count,
             )
-            wrong = self.kv_block_allocator.write(
-                self.token_to_block_idx[rows].numpy(),
-                self.token_to_local_position_within_kv_block[rows].numpy(),
-            )
-            if wrong is not None:
-                raise RuntimeError(
-                    f"{recorder.sample_of_row(wrong)} does not go to the first free place of its "
-                    "page of the cache; rows would be written twice or be missing"
-                )
         return event
+
+    def note_written(self) -> None:
+        """Notes where the rows of the running step go, once the device has its forward to compute.
+
+        Raises:
+            RuntimeError: A row is written over another one, or leaves a gap.
+        """
+        recorder = self.sites.recorder
+        if not recorder.is_running:
+            return
+        rows = slice(0, self.active_token_count)
+        wrong = self.kv_block_allocator.write(
+            self.token_to_block_idx[rows].numpy(),
+            self.token_to_local_position_within_kv_block[rows].numpy(),
+        )
+        if wrong is not None:
+            raise RuntimeError(
+                f"{recorder.sample_of_row(wrong)} does not go to the first free place of its page "
+                "of the cache; rows are written twice or missing"
+            )
 
     def add_request(
         self, req: DynamicInferenceRequest, prefill_chunk_length: int | None = None

@@ -142,7 +142,8 @@ class EngineForward(GPTInferenceWrapper):
             logits = self._by_graph(inference_input)
         else:
             logits = self._computed(inference_input)
-        # Behind the forward's launch, so that the host takes rows while the device computes.
+        # Behind the forward's launch, so that the host does this while the device computes.
+        context.note_written()
         context.sites.recorder.send()
         return logits
 
