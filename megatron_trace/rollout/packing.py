@@ -8,6 +8,7 @@ Legend: N experts that are packed together, O output features, K input features 
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -28,7 +29,8 @@ from megatron_trace.rollout.weights import MatrixPlace, WeightRule, require_fini
 # Values of expert matrices that are packed together, 256 MiB in BF16.
 _GROUP_VALUES = 1 << 27
 _GROUPS_WAITING = 2
-_DIGEST_THREADS = 8
+# SHA-256 of a core without instructions for it is a few hundred MB a second, of 17 GiB at 35B.
+_DIGEST_THREADS = min(32, os.cpu_count() or 1)
 
 
 @torch.no_grad()
@@ -72,13 +74,12 @@ def pack_experts(
             moe = cast("EngineMoELayer", layer.moe)
             packed = cast("PackedRoutedExperts", moe.routed_experts)
             packed.take_several(members[0][0], matrix, matrices)
-            on_host = matrices.to(torch.device("cpu"))
-            parts = [
-                PackedMatrix(*part)
-                for part in zip(
-                    on_host.packed_codes, on_host.scale_bytes, on_host.global_scale, strict=True
-                )
+            # What is kept is not to be in pinned memory, of which there is little.
+            on_host = [
+                _on_host(part, pinned=keep is None)
+                for part in (matrices.packed_codes, matrices.scale_bytes, matrices.global_scale)
             ]
+            parts = [PackedMatrix(*part) for part in zip(*on_host, strict=True)]
             if keep is not None:
                 keep |= dict(zip(places, parts, strict=True))
             digesting.append(
@@ -98,6 +99,12 @@ def pack_experts(
                 digests += [digest.result() for digest in digesting.popleft()]
         digests += [digest.result() for group in digesting for digest in group]
     return combine_digests(digests)
+
+
+def _on_host(tensor: torch.Tensor, *, pinned: bool) -> torch.Tensor:
+    return torch.empty_like(tensor, device="cpu", pin_memory=pinned and tensor.is_cuda).copy_(
+        tensor
+    )
 
 
 def _expert_groups(
