@@ -182,7 +182,9 @@ def compare_codes(
         number_format: Format of the values.
     """
     by_row = compare_rows(x, codes, scale_bytes, global_scale, used, number_format)
-    return CodeMismatch(**{name: int(counts.sum()) for name, counts in by_row.items()})
+    # The device is asked once.
+    sums = torch.stack([counts.sum() for counts in by_row.values()]).tolist()
+    return CodeMismatch(**dict(zip(by_row, sums, strict=True)))
 
 
 @torch.no_grad()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
@@ -17,6 +18,8 @@ from megatron_trace.formats import BLOCK_SIZE, MX_BLOCK_SIZE
 _MODULUS = 1 << 128
 # Of codes and scale bytes, held a second time on the device while they are copied.
 _BYTES_AT_ONCE = 64 << 20
+# That hash matrices at a time.
+_THREADS = 4
 
 
 def matrix_digest(
@@ -95,10 +98,14 @@ class DigestSum:
     def _hash(self) -> None:
         places = [place for place, _ in self._waiting]
         matrices = _on_host([parts for _, parts in self._waiting])
-        for place, (packed_codes, scale_bytes, *scale) in zip(places, matrices, strict=True):
-            global_scale = scale[0] if scale else None
-            self._total += matrix_digest(*place, packed_codes, scale_bytes, global_scale)
+        with ThreadPoolExecutor(_THREADS) as threads:
+            self._total += sum(threads.map(_digest_at, places, matrices))
         self._waiting, self._num_bytes = [], 0
+
+
+def _digest_at(place: tuple[int, int, str], parts: list[torch.Tensor]) -> int:
+    packed_codes, scale_bytes, *scale = parts
+    return matrix_digest(*place, packed_codes, scale_bytes, scale[0] if scale else None)
 
 
 def _on_host(matrices: list[list[torch.Tensor]]) -> list[list[torch.Tensor]]:
@@ -107,7 +114,10 @@ def _on_host(matrices: list[list[torch.Tensor]]) -> list[list[torch.Tensor]]:
     moved = [index for index, tensor in enumerate(tensors) if tensor.is_cuda]
     if moved:
         flat = [tensors[index].contiguous().view(torch.uint8).flatten() for index in moved]
-        pieces = torch.cat(flat).cpu().split([len(piece) for piece in flat])
+        lengths = [len(piece) for piece in flat]
+        # Page-locked memory, which torch keeps for the next push, is copied to ten times faster.
+        on_host = torch.empty(sum(lengths), dtype=torch.uint8, pin_memory=True)
+        pieces = on_host.copy_(torch.cat(flat)).split(lengths)
         for index, piece in zip(moved, pieces, strict=True):
             tensor = tensors[index]
             if tensor.dtype != torch.uint8:  # A view of floats would have to be aligned.

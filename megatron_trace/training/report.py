@@ -306,7 +306,8 @@ class Tally:
         self, place: Place, values: torch.Tensor, rounding: Rounding, full: HintRows
     ) -> None:
         """Adds a comparison of values [N, K] with the rollout's full codes."""
-        known = full.has_hint
+        # By number: every selection by a mask would wait for the device.
+        known = full.has_hint.nonzero()[:, 0]
         used = rounding.hint and rounding.hint.used_at(known)
         mismatch = compare_codes(
             values[known],
@@ -376,7 +377,7 @@ def activation_difference(
         values: float [rows, K]; the trainer's values in the rows that have full codes.
         rounding: How the rows of the micro-batch are rounded.
         full: The rollout's full codes of the rows of the micro-batch.
-        known: bool [N]; the rows that have full codes.
+        known: int64 [rows]; the rows that have full codes.
     """
     rollout = PackedRows(
         full.payload[known],

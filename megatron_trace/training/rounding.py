@@ -99,7 +99,7 @@ class HintRows:
         )
 
     def used_at(self, rows: torch.Tensor) -> UsedHints:
-        """Gives some of the rows, bool [N], as a comparison of codes takes them."""
+        """Gives some of the rows, by number or mask, as a comparison of codes takes them."""
         return UsedHints(
             self.has_hint[rows],
             self.payload[rows],
