@@ -1,6 +1,6 @@
 """Checks and times the FP4 experts kernel on one GPU.
 
-usage: bench_experts.py [--out bench_experts.json] [--variants DEFINITION ...]
+usage: bench_experts.py [--out bench_experts.json] [--variants NAME=1,... ...]
 
 Correctness first, stage by stage, each from what the kernel itself gave before it:
 * codes and block scales of fc1's input, and of fc2's: equal to the specification's, bit for bit;
@@ -10,7 +10,8 @@ Correctness first, stage by stage, each from what the kernel itself gave before 
 Then time under graph replay, 256 experts of which 8 are chosen, hidden size 2048, width 512: a
 graph goes over layers with weights of their own, so that none is in the L2 cache. Bytes are codes
 and block scales of the experts that a token chose, each once; the share is of a device copy, bytes
-read and written, in the same run. BF16: torch's grouped products of the same shapes, alone.
+read and written, in the same run. All builds, which are made side by side, get the same inputs and
+routing. BF16: torch's grouped products of the same shapes, alone.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import platform
 import subprocess
 import traceback
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,7 @@ import torch.nn.functional as F
 
 from megatron_trace.rollout.kernels import experts as kernel
 from megatron_trace.rollout.kernels.experts_reference import PackedExperts, RoutedOutput
+from megatron_trace.rollout.kernels.library import library
 from megatron_trace.testing.device_timing import copy_bandwidth, median_us
 from megatron_trace.testing.packed_experts import (
     TOLERANCE,
@@ -40,6 +43,7 @@ from megatron_trace.testing.packed_experts import (
 
 EXPERTS, TOP_K, HIDDEN, WIDTH = 256, 8, 2048, 512
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+VARIANT_TOKENS = (32, 64, 128, 256)
 LAYERS, BF16_LAYERS = 12, 4
 # Builds that leave something out: nothing but weights is loaded, and not decoded; no tokens are.
 CEILINGS = ("EXPERT_CEILING=1", "EXPERT_CEILING=2")
@@ -96,6 +100,7 @@ def calls_of(
     layers: list[PackedExperts], tokens: int, flags: tuple[str, ...] = ()
 ) -> tuple[list[Callable[[], RoutedOutput]], float]:
     """Gives a call for each layer, and the mean bytes of weights that it needs."""
+    torch.manual_seed(tokens)
     calls, num_bytes = [], 0
     for weights in layers:
         x = torch.randn(tokens, HIDDEN, device="cuda").bfloat16()
@@ -180,6 +185,12 @@ def main() -> None:
         help="other builds to be timed, each a list of macros NAME=1,...",
     )
     arguments = parser.parse_args()
+    variants = {
+        variant: tuple(f"-D{macro}" for macro in variant.split(","))
+        for variant in arguments.variants
+    }
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda flags: library(kernel.SOURCE, *flags), [(), *variants.values()]))
     torch.manual_seed(0)
     result: dict[str, Any] = {
         "machine": torch.cuda.get_device_name(),
@@ -209,10 +220,9 @@ def main() -> None:
     layers = [random_experts(EXPERTS, HIDDEN, WIDTH, device="cuda", seed=i) for i in range(LAYERS)]
     copy = result["copy_TBps"]
     keep("fp4", lambda: time_kernel(layers, copy, TOKENS))
-    for variant in arguments.variants:
-        flags = tuple(f"-D{macro}" for macro in variant.split(","))
-        keep(variant, lambda flags=flags: time_kernel(layers, copy, (32, 256), flags))
-    for tokens in (8, 256):
+    for variant, flags in variants.items():
+        keep(variant, lambda flags=flags: time_kernel(layers, copy, VARIANT_TOKENS, flags))
+    for tokens in (8, 32, 256):
         keep(f"profile_{tokens}_us", lambda tokens=tokens: profile(layers, tokens))
     keep("bf16", lambda: time_bf16((1, 8, 32, 64, 256)))
     if result["right"] is not True:

@@ -6,12 +6,12 @@
 //
 // Three kernels, none of which needs the host:
 // * `prepare`: one block sorts the slots by expert and cuts the slots of an expert into groups of
-//   at most 32; the others quantise the tokens.
+//   at most 16; the others quantise the tokens.
 // * `multiply`: persistent. An item of fc1 is 16 gate rows and 16 up rows times a group of slots,
 //   all of H; SwiGLU, which it ends with, gives one block of 16 values of fc2's input, quantised at
 //   once. An item of fc2 is 32 rows times a group, all of F; it waits until the group's items of
 //   fc1 are done, which are handed out long before. A warp has its own items and its own ring in
-//   shared memory, which is filled ahead over the ends of items; warps never wait for one another
+//   shared memory, which the copy engine fills ahead over the ends of items; warps never wait for one another
 //   but for these counts.
 // * `combine`: adds up the slots of a token in their order, weighted by probability.
 //
@@ -19,6 +19,7 @@
 // columns out of 256, as they are stored. Operands of tokens lie in memory as FP16 in that order:
 // 16 bytes are a word of eight codes as `decode` gives them, words of the four threads stand side
 // by side. Which column of an MMA a slot takes changes no bit of its result.
+#include <cuda.h>
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_fp8.h>
@@ -31,7 +32,13 @@
 #endif
 // Bytes that the L2 cache fetches at a copy's first miss: 0 (what is asked for), 128 or 256.
 #ifndef EXPERT_FETCH
-#define EXPERT_FETCH 256
+#define EXPERT_FETCH 0
+#endif
+#ifndef EXPERT_STAGES
+#define EXPERT_STAGES 3
+#endif
+#ifndef EXPERT_EARLY
+#define EXPERT_EARLY 1
 #endif
 // What a build leaves out, to measure the rest: 1 decodes nothing, 2 loads no tokens.
 #ifndef EXPERT_CEILING
@@ -42,16 +49,19 @@ namespace {
 
 constexpr int WARPS = EXPERT_WARPS;
 constexpr int THREADS = WARPS * 32;
-constexpr int GROUP_SLOTS = 32;
+constexpr int GROUP_SLOTS = 16;
 constexpr int MAX_EXPERTS = 1024;
 constexpr int CHUNK = 256;                    // columns of a stage
 constexpr int ROWS = 32;                      // of an item: two runs of 16
-constexpr int STAGES = 3;                     // of codes; two chunks are under way
+constexpr int STAGES = EXPERT_STAGES;          // of codes; all but one are under way
 constexpr int CODE_BYTES = ROWS * CHUNK / 2;
 constexpr int SCALE_BYTES = ROWS * 2 * CHUNK / 16;  // of two chunks: whole sectors
 constexpr int RING_BYTES = STAGES * CODE_BYTES + 2 * SCALE_BYTES;
+constexpr int SHARED_BYTES = WARPS * (RING_BYTES + STAGES * 8);
 constexpr int PREPARE_THREADS = 1024;
+constexpr int MAX_SLOTS = 16 * PREPARE_THREADS;
 constexpr int COMBINE_THREADS = 256;
+constexpr int COMBINE_SLOTS = 8;
 
 struct Arguments {
     const uint8_t* codes1;
@@ -76,12 +86,26 @@ struct Arguments {
     __nv_bfloat16* products;       // [S, H]
     int* order;                    // [S]: slots by expert
     int4* groups;                  // expert, first place in order, slots
-    int* counts;                   // groups; items of fc1 done; of them, those of each group
+    int* counts;                   // groups; items of fc1 done, of fc2 taken; of fc1 done, each group's
     int num_tokens, num_slots, num_experts, hidden, width;
 };
 
 __device__ __forceinline__ void wait_for_previous() {
     asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+
+// Whether a lane is the one of its warp that does what one lane is to do.
+__device__ __forceinline__ bool is_elected() {
+    uint32_t elected;
+    asm volatile(
+        "{\n.reg .pred elected;\nelect.sync _|elected, -1;\nselp.b32 %0, 1, 0, elected;\n}"
+        : "=r"(elected));
+    return elected;
+}
+
+// Makes what `barrier_init` did known to the copy engine.
+__device__ __forceinline__ void fence_barriers() {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
 __device__ __forceinline__ void let_next_start() {
@@ -142,14 +166,20 @@ __device__ __forceinline__ int operand_offset(int column) {
 }
 
 __device__ void sort_slots(const Arguments& a) {
-    __shared__ int sizes[MAX_EXPERTS], places[MAX_EXPERTS];
+    __shared__ int sizes[MAX_EXPERTS], starts[MAX_EXPERTS];
     __shared__ int64_t warp_sums[PREPARE_THREADS / 32];
     int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
     sizes[thread] = 0;
     __syncthreads();
-    for (int slot = thread; slot < a.num_slots; slot += PREPARE_THREADS) {
-        int64_t expert = a.experts[slot];
-        if (is_routed(a, expert)) atomicAdd(&sizes[expert], 1);
+    // The expert of each of the thread's slots (-1: none), and its rank among the slots of it.
+    int own_experts[MAX_SLOTS / PREPARE_THREADS], ranks[MAX_SLOTS / PREPARE_THREADS];
+#pragma unroll
+    for (int i = 0; i < MAX_SLOTS / PREPARE_THREADS; ++i) {
+        if (i * PREPARE_THREADS >= a.num_slots) break;
+        int slot = i * PREPARE_THREADS + thread;
+        int64_t expert = slot < a.num_slots ? a.experts[slot] : -1;
+        own_experts[i] = is_routed(a, expert) ? static_cast<int>(expert) : -1;
+        if (own_experts[i] >= 0) ranks[i] = atomicAdd(&sizes[own_experts[i]], 1);
     }
     __syncthreads();
     int size = sizes[thread], num_groups = (size + GROUP_SLOTS - 1) / GROUP_SLOTS;
@@ -161,218 +191,233 @@ __device__ void sort_slots(const Arguments& a) {
     }
     if (lane == 31) warp_sums[warp] = inclusive;
     __syncthreads();
-    for (int i = 0; i < warp; ++i) inclusive += warp_sums[i];
+    for (int i = 0; i < min(warp, (a.num_experts + 31) / 32); ++i) inclusive += warp_sums[i];
     int64_t before = inclusive - own;
     int first = static_cast<int>(before >> 32), start = static_cast<int>(before);
-    places[thread] = start;
+    starts[thread] = start;
     if (thread == PREPARE_THREADS - 1) {
         a.counts[0] = static_cast<int>(inclusive >> 32);
-        a.counts[1] = 0;
+        a.counts[1] = a.counts[2] = 0;
     }
     if (num_groups > 0) {
         int each = ((size + num_groups - 1) / num_groups + 7) / 8 * 8;
         for (int i = 0; i < num_groups; ++i) {
             int slots = max(0, min(each, size - i * each));
             a.groups[first + i] = make_int4(thread, start + i * each, slots, 0);
-            a.counts[2 + first + i] = 0;
+            a.counts[3 + first + i] = 0;
         }
     }
     __syncthreads();
-    for (int slot = thread; slot < a.num_slots; slot += PREPARE_THREADS) {
-        int64_t expert = a.experts[slot];
-        if (is_routed(a, expert)) a.order[atomicAdd(&places[expert], 1)] = slot;
+#pragma unroll
+    for (int i = 0; i < MAX_SLOTS / PREPARE_THREADS; ++i) {
+        if (i * PREPARE_THREADS >= a.num_slots) break;
+        if (own_experts[i] >= 0)
+            a.order[starts[own_experts[i]] + ranks[i]] = i * PREPARE_THREADS + thread;
     }
 }
 
-// Quantises 16 neighbouring values of a token.
-__device__ void quantise_block(const Arguments& a, int64_t block) {
-    const uint4* from = reinterpret_cast<const uint4*>(a.x + block * 16);
-    uint4 parts[2] = {from[0], from[1]};
-    float values[16];
-    const auto* pairs = reinterpret_cast<const __nv_bfloat162*>(parts);
+// Quantises eight neighbouring values of a token, half a block; the lane beside has the other half.
+__device__ __forceinline__ void quantise_eighth(const Arguments& a, int64_t index) {
+    uint4 eight = reinterpret_cast<const uint4*>(a.x)[index];
+    float values[8];
+    const auto* pairs = reinterpret_cast<const __nv_bfloat162*>(&eight);
     float amax = 0.0f;
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
+    for (int i = 0; i < 4; ++i) {
         float2 two = __bfloat1622float2(pairs[i]);
         values[2 * i] = two.x;
         values[2 * i + 1] = two.y;
         amax = max_of(amax, max_of(fabsf(two.x), fabsf(two.y)));
     }
+    amax = max_of(amax, __shfl_xor_sync(~0u, amax, 1));
     float effective;
     uint32_t byte = scale_byte(amax, *a.input_global1, effective);
-    int column = static_cast<int>(block % (a.hidden / 16)) * 16;
-    int64_t token = block / (a.hidden / 16);
-    auto* operands = reinterpret_cast<uint8_t*>(a.operands1 + token * a.hidden);
-    uint32_t words[2];
+    uint32_t codes[8], word = 0;
 #pragma unroll
-    for (int w = 0; w < 2; ++w) {
-        uint32_t codes[8];
-        words[w] = 0;
-#pragma unroll
-        for (int i = 0; i < 8; ++i) {
-            codes[i] = code_of(values[8 * w + i], effective);
-            words[w] |= codes[i] << (4 * i);
-        }
-        *reinterpret_cast<uint4*>(operands + operand_offset(column + 8 * w)) =
-            make_uint4(operand_pair(codes[0], codes[4], byte),
-                       operand_pair(codes[1], codes[5], byte),
-                       operand_pair(codes[2], codes[6], byte),
-                       operand_pair(codes[3], codes[7], byte));
+    for (int i = 0; i < 8; ++i) {
+        codes[i] = code_of(values[i], effective);
+        word |= codes[i] << (4 * i);
     }
-    *reinterpret_cast<uint2*>(a.input_codes1 + block * 8) = make_uint2(words[0], words[1]);
-    a.input_scales1[block] = static_cast<uint8_t>(byte);
+    int64_t token = index / (a.hidden / 8);
+    int column = static_cast<int>(index % (a.hidden / 8)) * 8;
+    auto* operands = reinterpret_cast<uint8_t*>(a.operands1 + token * a.hidden);
+    *reinterpret_cast<uint4*>(operands + operand_offset(column)) =
+        make_uint4(operand_pair(codes[0], codes[4], byte), operand_pair(codes[1], codes[5], byte),
+                   operand_pair(codes[2], codes[6], byte), operand_pair(codes[3], codes[7], byte));
+    reinterpret_cast<uint32_t*>(a.input_codes1)[index] = word;
+    if (index % 2 == 0) a.input_scales1[index / 2] = static_cast<uint8_t>(byte);
 }
 
 __global__ void __launch_bounds__(PREPARE_THREADS)
     prepare_kernel(const __grid_constant__ Arguments a) {
+    wait_for_previous();
     let_next_start();
     if (blockIdx.x == 0) {
         sort_slots(a);
         return;
     }
-    int64_t block = static_cast<int64_t>(blockIdx.x - 1) * PREPARE_THREADS + threadIdx.x;
-    if (block < static_cast<int64_t>(a.num_tokens) * (a.hidden / 16)) quantise_block(a, block);
+    // Neighbouring warps lie in different blocks, so that few tokens spread over the multiprocessors.
+    int64_t warp = static_cast<int64_t>(threadIdx.x / 32) * (gridDim.x - 1) + blockIdx.x - 1;
+    int64_t step = static_cast<int64_t>(gridDim.x - 1) * PREPARE_THREADS;
+    int64_t num_eighths = static_cast<int64_t>(a.num_tokens) * (a.hidden / 8);
+    for (int64_t i = warp * 32 + threadIdx.x % 32; i < num_eighths; i += step)
+        quantise_eighth(a, i);
 }
 
 enum class Part { FC1, FC2, NONE };
 
-// What a warp does, step by step: items of fc1, then those of fc2. Full rounds of all warps give
-// neighbouring items to the warps of a block, which then read the same tokens; the last rounds
-// spread over the blocks. Warps that get none of fc1's last round take as much of fc2.
+// Which items there are. Those of fc1 are dealt out beforehand: full rounds of all warps give
+// neighbouring items to the warps of a block, which then read the same tokens, and the last round
+// spreads over the blocks. A warp's first item of fc2 is dealt out too, those who are not in
+// fc1's last round first; from then on whoever is free takes the next one, since items differ in
+// the slots that they have.
 struct Schedule {
-    int near, spread, num_warps, num_items1, num_items2, ratio;
+    int num_groups;
 
-    __device__ __forceinline__ Part item(int step, int& index) const {
-        int full = num_items1 / num_warps, rest = num_items1 % num_warps;
-        if (step < full) {
-            index = step * num_warps + near;
-            return Part::FC1;
-        }
-        step -= full;
-        int first = 0;
-        if (rest > 0) {
-            if (spread < rest) {
-                index = full * num_warps + spread;
-                if (step == 0) return Part::FC1;
-                step -= 1;
-            } else {
-                index = step * (num_warps - rest) + spread - rest;
-                if (step < ratio) return index < num_items2 ? Part::FC2 : Part::NONE;
-                step -= ratio;
-            }
-            first = ratio * (num_warps - rest);
-        }
-        int left = max(0, num_items2 - first);
-        index = first + step * num_warps + (step < left / num_warps ? near : spread);
-        return step <= left / num_warps && index < num_items2 ? Part::FC2 : Part::NONE;
+    __device__ __forceinline__ int num_warps() const {
+        return static_cast<int>(gridDim.x) * WARPS;
+    }
+
+    // Items of a group.
+    __device__ __forceinline__ int each(const Arguments& a, Part part) const {
+        return part == Part::FC1 ? a.width / (ROWS / 2) : a.hidden / ROWS;
+    }
+
+    __device__ __forceinline__ int rest(const Arguments& a) const {
+        return num_groups * each(a, Part::FC1) % num_warps();
+    }
+
+    // The item of fc1 of a round, or -1.
+    __device__ __forceinline__ int dealt(const Arguments& a, int round) const {
+        int num_items = num_groups * each(a, Part::FC1);
+        int warp = static_cast<int>(threadIdx.x) / 32, block = static_cast<int>(blockIdx.x);
+        bool full = (round + 1) * num_warps() <= num_items;
+        int index = round * num_warps() + (full ? block * WARPS + warp
+                                                : warp * static_cast<int>(gridDim.x) + block);
+        return index < num_items ? index : -1;
+    }
+
+    __device__ __forceinline__ int first_of_fc2(const Arguments& a) const {
+        int warp = static_cast<int>(threadIdx.x) / 32;
+        int place = warp * static_cast<int>(gridDim.x) + static_cast<int>(blockIdx.x) - rest(a);
+        return place < 0 ? place + num_warps() : place;
     }
 };
 
-__device__ __forceinline__ void copy_16(uint32_t to, const uint8_t* from) {
-#if EXPERT_FETCH == 256
-    asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16;" ::"r"(to), "l"(from)
-                 : "memory");
-#elif EXPERT_FETCH == 128
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from)
-                 : "memory");
-#else
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
-#endif
+// Weights as the copy engine sees them.
+struct Maps {
+    CUtensorMap codes1, scales1, codes2, scales2;
+};
+
+// Copies a box from global to shared memory; `barrier` counts the bytes.
+__device__ __forceinline__ void copy_box(
+    uint32_t to, const CUtensorMap& map, int column, int row, int depth, uint32_t barrier) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+        "[%0], [%1, {%2, %3, %4}], [%5];" ::"r"(to),
+        "l"(&map), "r"(column), "r"(row), "r"(depth), "r"(barrier)
+        : "memory");
 }
 
-__device__ __forceinline__ void end_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-
-// Until all copies but those since the last `end_copies` but one are there.
-__device__ __forceinline__ void await_copies() {
-    asm volatile("cp.async.wait_group 1;" ::: "memory");
+__device__ __forceinline__ int stages_of(const Arguments& a, Part part) {
+    return part == Part::NONE ? 0 : (part == Part::FC1 ? a.hidden : a.width) / CHUNK;
 }
 
-// Fills a warp's ring, chunk by chunk, item by item.
+// Fills a warp's ring, stage by stage, item by item.
 struct Loader {
     Schedule schedule;
-    uint32_t ring;
-    int lane, step = 0, stage = 0, scale_stage = 1;
+    uint32_t ring, barriers;
+    int lane, stage = 0, scale_stage = 1;
     // The item that is being filled in.
     Part part = Part::NONE;
-    int chunk = 0, num_chunks = 0, row = 0, row_bytes = 0;
-    int group = 0, expert = 0, num_slots = 0;
+    int position = 0, row = 0, group = 0, expert = 0, num_slots = 0;
     int slots[GROUP_SLOTS / 8];  // of token lane / 4 of each eight; -1: none
-    const uint8_t* codes = nullptr;
-    const uint8_t* scales = nullptr;
-    int run_rows = 0;
-    // The item after it.
-    Part next_part = Part::NONE;
-    int next_group = 0, next_row = 0;
-    int4 next_info;
+    // The item after it: twice its index, and 1 if it is one of fc2; -1: none. Of its group, lanes
+    // 0 to 2 have the three numbers.
+    int next = -1, next_info = 0;
+    // How many of its rounds of fc1 a warp has taken. After them -1 minus the index of the item of
+    // fc2 that comes after the next one, in lane 0, and anything negative in the others.
+    int turn = 0;
+
+    __device__ __forceinline__ void take_ticket(const Arguments& a) {
+        int before = turn;
+        turn = -1;
+        if (lane == 0)
+            turn -= before >= 0 ? schedule.first_of_fc2(a)
+                                : schedule.num_warps() + atomicAdd(a.counts + 2, 1);
+    }
 
     __device__ __forceinline__ void look_ahead(const Arguments& a) {
-        int index;
-        next_part = schedule.item(step++, index);
-        if (next_part == Part::NONE) return;
-        int each = next_part == Part::FC1 ? a.width / 16 : a.hidden / ROWS;
-        next_group = index / each;
-        next_row = index % each * (next_part == Part::FC1 ? 16 : ROWS);
-        next_info = a.groups[next_group];
+        int index = turn < 0 ? -1 : schedule.dealt(a, turn);
+        bool second = index < 0;
+        if (second) {
+            index = -1 - __shfl_sync(~0u, turn, 0);
+            if (index >= schedule.num_groups * schedule.each(a, Part::FC2)) {
+                next = -1;
+                return;
+            }
+        } else {
+            ++turn;
+        }
+        next = 2 * index + second;
+        const int4* info = a.groups + index / schedule.each(a, second ? Part::FC2 : Part::FC1);
+        if (lane < 3) next_info = reinterpret_cast<const int*>(info)[lane];
     }
 
     __device__ __forceinline__ void advance(const Arguments& a) {
-        part = next_part;
-        chunk = 0;
-        if (part == Part::NONE) {
-            num_chunks = 0;
-            return;
-        }
-        group = next_group;
-        row = next_row;
-        expert = next_info.x;
-        num_slots = next_info.z;
+        part = next < 0 ? Part::NONE : next % 2 ? Part::FC2 : Part::FC1;
+        position = 0;
+        if (part == Part::NONE) return;
+        int each = schedule.each(a, part);
+        group = next / 2 / each;
+        row = next / 2 % each * (part == Part::FC1 ? ROWS / 2 : ROWS);
+        expert = __shfl_sync(~0u, next_info, 0);
+        int first_place = __shfl_sync(~0u, next_info, 1);
+        num_slots = __shfl_sync(~0u, next_info, 2);
 #pragma unroll
         for (int n = 0; n < GROUP_SLOTS / 8; ++n) {
             int place = n * 8 + lane / 4;
-            slots[n] = place < num_slots ? a.order[next_info.y + place] : -1;
+            slots[n] = place < num_slots ? a.order[first_place + place] : -1;
         }
-        bool first = part == Part::FC1;
-        int columns = first ? a.hidden : a.width;
-        int64_t at = static_cast<int64_t>(expert) * (first ? 2 * a.width : a.hidden) + row;
-        run_rows = first ? a.width : 16;
-        row_bytes = columns / 2;
-        num_chunks = columns / CHUNK;
-        codes = (first ? a.codes1 : a.codes2) + (at + lane / 8) * row_bytes + lane % 8 * 16;
-        scales = (first ? a.scales1 : a.scales2) + (at + lane / 2) * (row_bytes / 8) +
-                 lane % 2 * 16;
-        look_ahead(a);
+        if (turn < 0 || schedule.dealt(a, turn) < 0) take_ticket(a);
     }
 
-    __device__ __forceinline__ void load(const Arguments& a) {
-        if (chunk == num_chunks) advance(a);
-        if (part != Part::NONE) {
-            uint32_t to = ring + stage * CODE_BYTES + lane / 8 * 128 +
-                          ((lane % 8) ^ (lane / 8 % 2)) * 16;
-            const uint8_t* from = codes + chunk * (CHUNK / 2);
-            const uint8_t* second = from + run_rows * row_bytes;
-#pragma unroll
-            for (int i = 0; i < 4; ++i) copy_16(to + i * 512, from + i * 4 * row_bytes);
-#pragma unroll
-            for (int i = 0; i < 4; ++i) copy_16(to + 2048 + i * 512, second + i * 4 * row_bytes);
-            stage = stage == STAGES - 1 ? 0 : stage + 1;
-            if (chunk % 2 == 0) {
-                scale_stage ^= 1;
-                uint32_t at = ring + STAGES * CODE_BYTES + scale_stage * SCALE_BYTES +
-                              lane / 2 * 32 + ((lane % 2) ^ (lane / 8 % 2)) * 16;
-                const uint8_t* first = scales + chunk * (CHUNK / 16);
-                copy_16(at, first);
-                copy_16(at + 512, first + run_rows * (row_bytes / 8));
-            }
-            ++chunk;
+    __device__ __forceinline__ void load(const Arguments& a, const Maps& maps) {
+        if (position == stages_of(a, part)) advance(a);
+        if (part == Part::NONE) return;
+        bool with_scales = position % 2 == 0;
+        if (with_scales) scale_stage ^= 1;
+        if (is_elected()) {
+            bool first = part == Part::FC1;
+            int depth = first ? 2 * expert : expert;
+            uint32_t barrier = barriers + stage * 8;
+            barrier_expect(barrier, CODE_BYTES + (with_scales ? SCALE_BYTES : 0));
+            copy_box(ring + stage * CODE_BYTES, first ? maps.codes1 : maps.codes2,
+                     position * (CHUNK / 2), row, depth, barrier);
+            if (with_scales)
+                copy_box(ring + STAGES * CODE_BYTES + scale_stage * SCALE_BYTES,
+                         first ? maps.scales1 : maps.scales2, position * (CHUNK / 16), row, depth,
+                         barrier);
         }
-        end_copies();
+        stage = stage == STAGES - 1 ? 0 : stage + 1;
+        if (++position == stages_of(a, part)) look_ahead(a);
+    }
+};
+
+// Where in its ring a warp is.
+struct Reader {
+    int stage = 0, scale_stage = 1, parity = 0;
+
+    __device__ __forceinline__ void advance() {
+        stage = stage == STAGES - 1 ? 0 : stage + 1;
+        parity ^= stage == 0;
     }
 };
 
 // The item that a warp multiplies.
 struct Item {
     Part part;
-    int num_chunks, row, group, expert, num_slots;
+    int row, group;
     int slots[GROUP_SLOTS / 8];
 };
 
@@ -394,55 +439,71 @@ __device__ __forceinline__ uint32_t word_of(const uint4& four, int i) {
     return i == 0 ? four.x : i == 1 ? four.y : i == 2 ? four.z : four.w;
 }
 
-// Where the operands of a lane's tokens are.
-template <int NT>
-struct Tokens {
-    const uint4* base;
-    uint32_t offsets[NT];  // in 16 bytes
-    bool valid[NT];
-
-    // Zeros where there is no token, or unless `wanted`.
-    __device__ __forceinline__ uint4 load(int n, int chunk, int word, bool wanted = true) const {
-        uint4 r = make_uint4(0, 0, 0, 0);
+// What lies `WORD` words of codes after `from`.
+template <int WORD>
+__device__ __forceinline__ void load_operands(uint4& to, const uint4* from) {
 #if EXPERT_CEILING != 2
-        asm volatile(
-            "{\n.reg .pred wanted;\nsetp.ne.b32 wanted, %5, 0;\n"
-            "@wanted ld.global.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
-            : "+r"(r.x), "+r"(r.y), "+r"(r.z), "+r"(r.w)
-            : "l"(base + offsets[n] + chunk * (CHUNK / 8) + word * 4),
-              "r"(static_cast<int>(valid[n] && wanted)));
+    asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4 + %5];"
+                 : "=r"(to.x), "=r"(to.y), "=r"(to.z), "=r"(to.w)
+                 : "l"(from), "n"(WORD * 64));
 #endif
-        return r;
+}
+
+// Where a lane's operands are of a token. Where there is none they are those of the group's first
+// token: of the columns of an MMA that have no token nothing is stored.
+__device__ __forceinline__ const uint4* operands_of(
+    const Arguments& a, const Item& item, int n, int lane) {
+    bool first = item.part == Part::FC1;
+    int other = __shfl_sync(~0u, item.slots[0], 0);
+    int row = item.slots[n] >= 0 ? item.slots[n] : other;
+    if (first) row /= a.num_slots / a.num_tokens;
+    return reinterpret_cast<const uint4*>(first ? a.operands1 : a.operands2) +
+           static_cast<int64_t>(row) * ((first ? a.hidden : a.width) / 8) + lane % 4;
+}
+
+constexpr int WORDS = CHUNK / 32;  // of codes that a thread has of a row of a stage
+
+// Words whose tokens' operands are loaded together.
+template <int NT>
+constexpr int PART = 4 / NT;
+
+// Operands of tokens: of the current part and of the next one, by turns.
+template <int NT>
+using Operands = uint4[2][PART<NT>][NT];
+
+template <int NT, int WORD>
+__device__ __forceinline__ void load_part(
+    Operands<NT>& operands, const uint4* const (&from)[NT]) {
+    constexpr int TURN = WORD / PART<NT> % 2;
+#pragma unroll
+    for (int n = 0; n < NT; ++n) {
+        load_operands<WORD>(operands[TURN][0][n], from[n]);
+        load_operands<WORD + 1>(operands[TURN][1][n], from[n]);
+        if constexpr (PART<NT> == 4) {
+            load_operands<WORD + 2>(operands[TURN][2][n], from[n]);
+            load_operands<WORD + 3>(operands[TURN][3][n], from[n]);
+        }
     }
-};
+}
 
 // sums += weights of an item times its tokens. Sums are in units of 2^-28.
 template <int NT>
 __device__ __forceinline__ void multiply(
-    const Arguments& a, const Item& item, const Tokens<NT>& tokens, Loader& loader, int& stage,
-    int& scale_stage, float (&sums)[2][NT][4]) {
-    // Operands of the next chunk take the place of those just used, where registers allow.
-    constexpr bool AHEAD = NT <= 2;
-    constexpr int WORDS = CHUNK / 32;
-    int lane = loader.lane, g = lane / 4, t = lane % 4;
-    uint4 operands[AHEAD ? WORDS : 1][NT];
-    if constexpr (AHEAD) {
+    const Arguments& a, const Maps& maps, const Item& item, Loader& loader, Reader& reader,
+    float (&sums)[2][NT][4]) {
+    int lane = loader.lane, g = lane / 4, t = lane % 4, num_stages = stages_of(a, item.part);
+    Operands<NT> operands{};
+    const uint4* from[NT];
 #pragma unroll
-        for (int word = 0; word < WORDS; ++word) {
-#pragma unroll
-            for (int n = 0; n < NT; ++n) operands[word][n] = tokens.load(n, 0, word);
-        }
-    }
+    for (int n = 0; n < NT; ++n) from[n] = operands_of(a, item, n, lane);
+    load_part<NT, 0>(operands, from);
 #pragma unroll 1
-    for (int chunk = 0; chunk < item.num_chunks; ++chunk) {
-        await_copies();
-        __syncwarp();
-        loader.load(a);
-        uint32_t codes = loader.ring + stage * CODE_BYTES + g * 128;
-        stage = stage == STAGES - 1 ? 0 : stage + 1;
-        if (chunk % 2 == 0) scale_stage ^= 1;
-        uint32_t scales = loader.ring + STAGES * CODE_BYTES + scale_stage * SCALE_BYTES + g * 32 +
-                          ((chunk % 2) ^ (g / 4)) * 16 + t * 4;
+    for (int step = 0; step < num_stages; ++step) {
+        barrier_wait(loader.barriers + reader.stage * 8, reader.parity);
+        if (step % 2 == 0) reader.scale_stage ^= 1;
+        uint32_t scales = loader.ring + STAGES * CODE_BYTES + reader.scale_stage * SCALE_BYTES +
+                          g * 32 + ((step % 2) ^ (g / 4)) * 16 + t * 4;
+        uint32_t codes = loader.ring + reader.stage * CODE_BYTES + g * 128;
         uint32_t bytes[2][2];
 #pragma unroll
         for (int m = 0; m < 2; ++m) {
@@ -450,6 +511,10 @@ __device__ __forceinline__ void multiply(
             for (int run = 0; run < 2; ++run)
                 bytes[m][run] = load_4(scales + (run * 16 + m * 8) * 32);
         }
+        // What is loaded takes the place of the codes of the stage before, and maybe of these scales.
+        __syncwarp();
+        loader.load(a, maps);
+        reader.advance();
 #pragma unroll
         for (int unit = 0; unit < 2; ++unit) {
             uint4 words[2][2];
@@ -459,7 +524,7 @@ __device__ __forceinline__ void multiply(
 #pragma unroll
                 for (int run = 0; run < 2; ++run) {
                     words[m][run] = load_16(codes + (run * 16 + m * 8) * 128 +
-                                            ((2 * t + unit) ^ (g % 2)) * 16);
+                                            ((2 * t + unit) ^ g) * 16);
                     pair[m][run] = scales_of(bytes[m][run] >> (16 * unit));
                 }
             }
@@ -473,14 +538,22 @@ __device__ __forceinline__ void multiply(
 #else
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                constexpr int ZERO = 0;
                 int word = unit * 4 + i;
-                uint4 current[NT];
+                if (word % PART<NT> == 0) {
+                    int next = (word + PART<NT>) % WORDS;
+                    if (next == 0 && step + 1 < num_stages) {
 #pragma unroll
-                for (int n = 0; n < NT; ++n) {
-                    current[n] = AHEAD ? operands[AHEAD ? word : ZERO][n]
-                                       : tokens.load(n, chunk, word);
+                        for (int n = 0; n < NT; ++n) from[n] += CHUNK / 8;
+                    }
+                    if (next == 0) load_part<NT, 0>(operands, from);
+                    if (next == 2) load_part<NT, 2>(operands, from);
+                    if (next == 4) load_part<NT, 4>(operands, from);
+                    if (next == 6) load_part<NT, 6>(operands, from);
+                    // Keeps the compiler from putting these loads off until they are needed.
+                    __syncwarp();
                 }
+                const uint4(&current)[NT] =
+                    operands[word / PART<NT> % 2][word % PART<NT>];
 #pragma unroll
                 for (int m = 0; m < 2; ++m) {
                     uint32_t pairs[2][4];
@@ -500,13 +573,6 @@ __device__ __forceinline__ void multiply(
                                      pairs[1][3], current[n].z, current[n].w);
                     }
                 }
-                if constexpr (AHEAD) {
-#pragma unroll
-                    for (int n = 0; n < NT; ++n) {
-                        operands[word][n] =
-                            tokens.load(n, chunk + 1, word, chunk + 1 < item.num_chunks);
-                    }
-                }
             }
 #endif
         }
@@ -520,23 +586,24 @@ __device__ __forceinline__ float rounded(float x) {
 // SwiGLU of 16 neighbouring values of fc2's input, quantised and recorded.
 template <int NT>
 __device__ __forceinline__ void finish_fc1(
-    const Arguments& a, const Item& item, int lane, float (&sums)[2][NT][4]) {
+    const Arguments& a, const Item& item, int lane, float factor, float global,
+    float (&sums)[2][NT][4]) {
+    int own_slot = item.slots[0];
     int g = lane / 4, t = lane % 4;
-    float factor = *a.input_global1 * a.globals1[item.expert] * (UNIT * UNIT);
-    float global = *a.input_global2;
-#pragma unroll
+// Not unrolled, as a program that is too long for the instruction cache is slower.
+#pragma unroll 1
     for (int n = 0; n < NT; ++n) {
         uint32_t codes[2][2], words[2][2], bytes[2];
         int slots[2];
         float values[2][2];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            slots[i] = __shfl_sync(~0u, item.slots[n], (2 * t + i) * 4);
+            slots[i] = __shfl_sync(~0u, own_slot, (2 * t + i) * 4);
             float amax = 0.0f;
 #pragma unroll
             for (int m = 0; m < 2; ++m) {
-                float gate = rounded(sums[m][n][i] * factor);
-                float up = rounded(sums[m][n][2 + i] * factor);
+                float gate = rounded(sums[m][0][i] * factor);
+                float up = rounded(sums[m][0][2 + i] * factor);
                 values[m][i] = rounded(rounded(gate / (1.0f + expf(-gate))) * up);
                 amax = max_of(amax, fabsf(values[m][i]));
             }
@@ -582,20 +649,21 @@ __device__ __forceinline__ void finish_fc1(
                 a.activations[at + 8 + g] = __float2bfloat16_rn(values[1][i]);
             }
         }
-    }
-    __threadfence();
-    __syncwarp();
-    if (lane == 0) {
-        atomicAdd(a.counts + 2 + item.group, 1);
-        atomicAdd(a.counts + 1, 1);
+        if constexpr (NT == 2) {
+            own_slot = item.slots[1];
+#pragma unroll
+            for (int m = 0; m < 2; ++m) {
+#pragma unroll
+                for (int i = 0; i < 4; ++i) sums[m][0][i] = sums[m][1][i];
+            }
+        }
     }
 }
 
 template <int NT>
 __device__ __forceinline__ void finish_fc2(
-    const Arguments& a, const Item& item, int lane, float (&sums)[2][NT][4]) {
+    const Arguments& a, const Item& item, int lane, float factor, const float (&sums)[2][NT][4]) {
     int g = lane / 4, t = lane % 4, which = g % 2;
-    float factor = *a.input_global2 * a.globals2[item.expert] * (UNIT * UNIT);
 #pragma unroll
     for (int n = 0; n < NT; ++n) {
         // Of two neighbouring rows, the even lane stores the first token, the odd one the second.
@@ -619,108 +687,126 @@ __device__ __forceinline__ void finish_fc2(
     }
 }
 
-// Until fc1 is done for the slots of an item.
+// Says that an item of fc1 is done. A fence by every lane would empty the L1 cache, tokens and all.
+__device__ __forceinline__ void report_fc1(const Arguments& a, const Item& item, int lane) {
+    __syncwarp();
+    if (lane < 2)
+        asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(
+                         a.counts + (lane == 0 ? 1 : 3 + item.group))
+                     : "memory");
+}
+
+// Until fc1 is done for a group.
 __device__ __forceinline__ void await_fc1(
-    const Arguments& a, const Item& item, int lane, int num_items1, bool& all_done) {
+    const Arguments& a, int group, const Loader& loader, bool& all_done) {
     if (all_done) return;
-    int seen = 0;
-    if (lane == 0) {
-        auto count = [](const int* from) {
-            int value;
-            asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
-            return value;
-        };
-        seen = count(a.counts + 1);
-        if (seen < num_items1) {
-            while (count(a.counts + 2 + item.group) < a.width / 16) __nanosleep(40);
-        }
+    int each = loader.schedule.each(a, Part::FC1);
+    bool done = false;
+    while (!done) {
+        int count = 0;
+        if (loader.lane < 2)
+            asm volatile("ld.acquire.gpu.global.s32 %0, [%1];"
+                         : "=r"(count)
+                         : "l"(a.counts + (loader.lane == 0 ? 1 : 3 + group))
+                         : "memory");
+        all_done = __shfl_sync(~0u, count, 0) == loader.schedule.num_groups * each;
+        done = all_done || __shfl_sync(~0u, count, 1) == each;
+        if (!done) __nanosleep(40);
     }
-    all_done = __shfl_sync(~0u, seen, 0) >= num_items1;
     __syncwarp();
 }
 
 template <int NT>
 __device__ __forceinline__ void process(
-    const Arguments& a, const Item& item, Loader& loader, int& stage, int& scale_stage) {
+    const Arguments& a, const Maps& maps, const Item& item, Loader& loader, Reader& reader) {
     bool first = item.part == Part::FC1;
-    int columns = first ? a.hidden : a.width;
-    int slots_of_token = a.num_slots / a.num_tokens;
-    Tokens<NT> tokens;
-    tokens.base = reinterpret_cast<const uint4*>(first ? a.operands1 : a.operands2);
+    float factor = *(first ? a.input_global1 : a.input_global2) *
+                   (first ? a.globals1 : a.globals2)[loader.expert] * (UNIT * UNIT);
+    float global = *a.input_global2;
     float sums[2][NT][4];
 #pragma unroll
     for (int n = 0; n < NT; ++n) {
-        int slot = item.slots[n];
-        tokens.valid[n] = slot >= 0;
-        int row = first ? slot / slots_of_token : slot;
-        tokens.offsets[n] = static_cast<uint32_t>(row) * (columns / 8) + loader.lane % 4;
 #pragma unroll
-        for (int m = 0; m < 2; ++m) {
-#pragma unroll
-            for (int i = 0; i < 4; ++i) sums[m][n][i] = 0.0f;
-        }
+        for (int i = 0; i < 4; ++i) sums[0][n][i] = sums[1][n][i] = 0.0f;
     }
-    multiply<NT>(a, item, tokens, loader, stage, scale_stage, sums);
-    if (first) finish_fc1<NT>(a, item, loader.lane, sums);
-    else finish_fc2<NT>(a, item, loader.lane, sums);
+    multiply<NT>(a, maps, item, loader, reader, sums);
+    if (first) {
+        finish_fc1<NT>(a, item, loader.lane, factor, global, sums);
+        report_fc1(a, item, loader.lane);
+    } else {
+        finish_fc2<NT>(a, item, loader.lane, factor, sums);
+    }
 }
 
-__global__ void __launch_bounds__(THREADS, 1) multiply_kernel(const __grid_constant__ Arguments a) {
-    extern __shared__ __align__(128) uint8_t shared[];
-    int warp = threadIdx.x / 32;
+__global__ void __launch_bounds__(THREADS, 1)
+    multiply_kernel(const __grid_constant__ Arguments a, const __grid_constant__ Maps maps) {
+    extern __shared__ __align__(1024) uint8_t shared[];
+    int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0);
     Loader loader;
     loader.lane = threadIdx.x % 32;
     loader.ring = shared_address(shared) + warp * RING_BYTES;
+    loader.barriers = shared_address(shared) + WARPS * RING_BYTES + warp * STAGES * 8;
+    if (loader.lane < STAGES) barrier_init(loader.barriers + loader.lane * 8);
+    fence_barriers();
+    __syncwarp();
     wait_for_previous();
     let_next_start();
-    int num_groups = a.counts[0];
-    int num_items1 = num_groups * (a.width / 16);
-    loader.schedule = {static_cast<int>(blockIdx.x) * WARPS + warp,
-                       warp * static_cast<int>(gridDim.x) + static_cast<int>(blockIdx.x),
-                       static_cast<int>(gridDim.x) * WARPS,
-                       num_items1,
-                       num_groups * (a.hidden / ROWS),
-                       max(1, a.hidden / a.width)};
+    loader.schedule = {a.counts[0]};
+    if (loader.schedule.dealt(a, 0) < 0) loader.take_ticket(a);
     loader.look_ahead(a);
-    loader.load(a);
-    loader.load(a);
-    int stage = 0, scale_stage = 1;
+#pragma unroll 1
+    for (int i = 0; i < STAGES - 1; ++i) loader.load(a, maps);
+    Reader reader;
     bool all_done = false;
     while (loader.part != Part::NONE) {
-        Item item{loader.part, loader.num_chunks, loader.row, loader.group, loader.expert,
-                  loader.num_slots};
-#pragma unroll
-        for (int n = 0; n < GROUP_SLOTS / 8; ++n) item.slots[n] = loader.slots[n];
-        if (item.part == Part::FC2) await_fc1(a, item, loader.lane, num_items1, all_done);
-        if (item.num_slots <= 8) process<1>(a, item, loader, stage, scale_stage);
-        else if (item.num_slots <= 16) process<2>(a, item, loader, stage, scale_stage);
-        else process<4>(a, item, loader, stage, scale_stage);
+        Item item{
+            loader.part, loader.row, loader.group, {loader.slots[0], loader.slots[1]}};
+        if (item.part == Part::FC2) await_fc1(a, item.group, loader, all_done);
+        if (loader.num_slots <= 8) process<1>(a, maps, item, loader, reader);
+        else process<2>(a, maps, item, loader, reader);
     }
 }
 
 __global__ void __launch_bounds__(COMBINE_THREADS)
     combine_kernel(const __grid_constant__ Arguments a) {
-    wait_for_previous();
+    let_next_start();
     int64_t index = static_cast<int64_t>(blockIdx.x) * COMBINE_THREADS + threadIdx.x;
     int eighths = a.hidden / 8, slots_of_token = a.num_slots / a.num_tokens;
-    if (index >= static_cast<int64_t>(a.num_tokens) * eighths) return;
     int64_t token = index / eighths;
     int at = static_cast<int>(index % eighths);
+    bool any = token < a.num_tokens;
     float sums[8] = {};
-#pragma unroll 8
-    for (int i = 0; i < slots_of_token; ++i) {
-        int64_t slot = token * slots_of_token + i;
-        if (!is_routed(a, a.experts[slot])) continue;
-        float probability = a.probabilities[slot];
-        uint4 four = reinterpret_cast<const uint4*>(a.products + slot * a.hidden)[at];
-        const auto* pairs = reinterpret_cast<const __nv_bfloat162*>(&four);
+    for (int first = 0; first < slots_of_token; first += COMBINE_SLOTS) {
+        // `multiply` gives none of these, so they are read before it is waited for.
+        bool routed[COMBINE_SLOTS];
+        float probabilities[COMBINE_SLOTS];
 #pragma unroll
-        for (int j = 0; j < 4; ++j) {
-            float2 two = __bfloat1622float2(pairs[j]);
-            sums[2 * j] += probability * two.x;
-            sums[2 * j + 1] += probability * two.y;
+        for (int i = 0; i < COMBINE_SLOTS; ++i) {
+            int64_t slot = token * slots_of_token + first + i;
+            routed[i] = any && first + i < slots_of_token && is_routed(a, a.experts[slot]);
+            probabilities[i] = routed[i] ? a.probabilities[slot] : 0.0f;
+        }
+        if (first == 0) wait_for_previous();
+        uint4 products[COMBINE_SLOTS];
+#pragma unroll
+        for (int i = 0; i < COMBINE_SLOTS; ++i) {
+            int64_t slot = token * slots_of_token + first + i;
+            if (routed[i])
+                products[i] = reinterpret_cast<const uint4*>(a.products + slot * a.hidden)[at];
+        }
+#pragma unroll
+        for (int i = 0; i < COMBINE_SLOTS; ++i) {
+            if (!routed[i]) continue;
+            const auto* pairs = reinterpret_cast<const __nv_bfloat162*>(&products[i]);
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                float2 two = __bfloat1622float2(pairs[j]);
+                sums[2 * j] += probabilities[i] * two.x;
+                sums[2 * j + 1] += probabilities[i] * two.y;
+            }
         }
     }
+    if (!any) return;
     uint4 result;
     auto* pairs = reinterpret_cast<__nv_bfloat162*>(&result);
 #pragma unroll
@@ -728,10 +814,38 @@ __global__ void __launch_bounds__(COMBINE_THREADS)
     reinterpret_cast<uint4*>(a.output + token * a.hidden)[at] = result;
 }
 
+// Describes a matrix [experts, rows, columns] of bytes to the copy engine, and the box of it that
+// one copy brings: `num_runs` times `box_rows` rows.
+bool describe(
+    CUtensorMap& map, const void* base, int64_t columns, int64_t rows, int64_t depth,
+    uint32_t box_columns, uint32_t box_rows, uint32_t box_depth) {
+    void* encode = nullptr;
+    cudaDriverEntryPointQueryResult found;
+    if (cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &encode, 12000,
+                                         cudaEnableDefault, &found) != cudaSuccess ||
+        found != cudaDriverEntryPointSuccess)
+        return false;
+    cuuint64_t sizes[3] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows),
+                           static_cast<cuuint64_t>(depth)};
+    cuuint64_t strides[2] = {sizes[0], sizes[0] * sizes[1]};
+    cuuint32_t box[3] = {box_columns, box_rows, box_depth}, steps[3] = {1, 1, 1};
+    constexpr CUtensorMapL2promotion FETCH = EXPERT_FETCH == 256   ? CU_TENSOR_MAP_L2_PROMOTION_L2_256B
+                                             : EXPERT_FETCH == 128 ? CU_TENSOR_MAP_L2_PROMOTION_L2_128B
+                                                                   : CU_TENSOR_MAP_L2_PROMOTION_NONE;
+    // Of 16 bytes in a row: their place is XORed with the row's, so that lanes of a warp read
+    // different banks.
+    auto swizzle = box_columns == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_32B;
+    return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(encode)(
+               &map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 3, const_cast<void*>(base), sizes, strides, box,
+               steps, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, FETCH,
+               CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+}
+
 // Starts while the kernel before it runs, and waits for it inside.
+template <class... Parameters>
 cudaError_t launch_after(
-    void (*kernel)(Arguments), const Arguments& a, int64_t blocks, int threads, int shared_bytes,
-    cudaStream_t stream) {
+    void (*kernel)(Parameters...), int64_t blocks, int threads, int shared_bytes,
+    cudaStream_t stream, const Parameters&... parameters) {
     cudaLaunchAttribute attribute{};
     attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attribute.val.programmaticStreamSerializationAllowed = 1;
@@ -742,7 +856,7 @@ cudaError_t launch_after(
     config.stream = stream;
     config.attrs = &attribute;
     config.numAttrs = 1;
-    return cudaLaunchKernelEx(&config, kernel, a);
+    return cudaLaunchKernelEx(&config, kernel, parameters...);
 }
 
 int64_t blocks_for(int64_t threads, int of_block) { return (threads + of_block - 1) / of_block; }
@@ -760,7 +874,9 @@ int trace_routed_experts(
     void* activations, void* operands1, void* operands2, void* products, void* order, void* groups,
     void* counts, int num_tokens, int slots_of_token, int num_experts, int hidden, int width,
     int num_blocks, void* stream) {
-    if (hidden % (2 * CHUNK) || width % (2 * CHUNK) || num_experts > MAX_EXPERTS) return -1;
+    if (hidden % (2 * CHUNK) || width % (2 * CHUNK) || num_experts > MAX_EXPERTS ||
+        num_tokens * slots_of_token > MAX_SLOTS)
+        return -1;
     Arguments a{static_cast<const uint8_t*>(codes1),
                 static_cast<const uint8_t*>(scales1),
                 static_cast<const float*>(globals1),
@@ -785,20 +901,24 @@ int trace_routed_experts(
                 static_cast<int4*>(groups),
                 static_cast<int*>(counts),
                 num_tokens, num_tokens * slots_of_token, num_experts, hidden, width};
+    Maps maps;
+    if (!describe(maps.codes1, codes1, hidden / 2, width, 2 * num_experts, CHUNK / 2, ROWS / 2, 2) ||
+        !describe(maps.scales1, scales1, hidden / 16, width, 2 * num_experts, CHUNK / 8, ROWS / 2,
+                  2) ||
+        !describe(maps.codes2, codes2, width / 2, hidden, num_experts, CHUNK / 2, ROWS, 1) ||
+        !describe(maps.scales2, scales2, width / 16, hidden, num_experts, CHUNK / 8, ROWS, 1))
+        return -2;
     auto on = static_cast<cudaStream_t>(stream);
     int64_t values = static_cast<int64_t>(num_tokens) * hidden;
-    int64_t prepare_blocks = 1 + blocks_for(values / 16, PREPARE_THREADS);
-    prepare_kernel<<<static_cast<unsigned>(prepare_blocks), PREPARE_THREADS, 0, on>>>(a);
-    cudaError_t error = cudaGetLastError();
+    cudaError_t error = launch_after(prepare_kernel, num_blocks, PREPARE_THREADS, 0, on, a);
     if (error != cudaSuccess) return error;
-    constexpr int SHARED_BYTES = WARPS * RING_BYTES;
     error = cudaFuncSetAttribute(multiply_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                  SHARED_BYTES);
     if (error != cudaSuccess) return error;
-    error = launch_after(multiply_kernel, a, num_blocks, THREADS, SHARED_BYTES, on);
+    error = launch_after(multiply_kernel, num_blocks, THREADS, SHARED_BYTES, on, a, maps);
     if (error != cudaSuccess) return error;
-    return launch_after(combine_kernel, a, blocks_for(values / 8, COMBINE_THREADS),
-                        COMBINE_THREADS, 0, on);
+    return launch_after(combine_kernel, blocks_for(values / 8, COMBINE_THREADS), COMBINE_THREADS, 0,
+                        on, a);
 }
 
 }  // extern "C"

@@ -23,7 +23,8 @@ SOURCE = FOLDER / "experts.cu"
 # As in experts.cu.
 WIDTH_MULTIPLE = 512
 MAX_EXPERTS = 1024
-_GROUP_SLOTS = 32
+_GROUP_SLOTS = 16
+_MAX_SLOTS = 16384
 # More tokens are computed in parts, which bounds the memory of what lies between the kernels.
 MAX_TOKENS = 2048
 
@@ -87,8 +88,9 @@ def routed_experts(
         bytes_of(num_tokens, num_slots, width // 16),
         x.new_empty((num_tokens, num_slots, width)) if keep_activations else None,
     )
-    for start in range(0, num_tokens, MAX_TOKENS):
-        part = slice(start, start + MAX_TOKENS)
+    step = min(MAX_TOKENS, _MAX_SLOTS // num_slots)
+    for start in range(0, num_tokens, step):
+        part = slice(start, start + step)
         outputs = RoutedOutput(
             result.output[part],
             result.fc1_codes[part],
@@ -119,7 +121,7 @@ def _launch(
     # An expert has at most one group that is not full.
     max_groups = min(num_experts, total) + total // _GROUP_SLOTS
     groups = x.new_empty((max_groups, 4), dtype=torch.int32)
-    counts = x.new_empty(2 + max_groups, dtype=torch.int32)
+    counts = x.new_empty(3 + max_groups, dtype=torch.int32)
     tensors = (
         weights.fc1_codes,
         weights.fc1_scales,
