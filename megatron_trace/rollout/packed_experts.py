@@ -165,7 +165,7 @@ class PackedRoutedExperts(torch.nn.Module):
         """Gives no experts to rows of padding."""
         tokens = torch.arange(len(chosen), device=chosen.device)[:, None]
         is_real = self._sites.watch.is_real(tokens)
-        return chosen if is_real is None else chosen.masked_fill(~is_real, -1)
+        return chosen if is_real is None else torch.where(is_real, chosen, -1)
 
 
 def implementation_of(
