@@ -20,6 +20,7 @@ from megatron_trace.testing.tiny_rollout import (
     random_prompts,
     roll_out,
     tiny_engine,
+    tiny_weights,
 )
 
 PROMPT = [index % EOD_TOKEN for index in range(21)]
@@ -97,3 +98,46 @@ def test_replayed_graphs_over_plain_pages_compute_what_their_kernels_do(weights)
         rollouts.append(roll_out(engine, random_prompts(11, longest=24), max_new_tokens=12))
     assert engine._server.forward.num_replayed > 6
     assert_same_rollout(*rollouts)
+
+
+def _decoded(weights, *, captured):
+    """Gives what six steps of three requests, padded to four, sample, keep and leave as states."""
+    engine = tiny_engine(
+        weights,
+        pattern="GE*E",
+        max_requests=4,
+        hint_layers="all",
+        hint_sites=("fc1", "fc2", "k", "v"),
+        limits={"cuda_graphs": DecodeGraphs((4,), captured=captured)},
+    )
+    server, found = engine._server, {}
+    torch.manual_seed(0)
+    with LongDecode(server, 3, keep=True).running() as decode:
+        for step in range(6):
+            decode.step()
+            sampled = server._sampler._steps[-1].sampled
+            found |= {f"tokens {step}": sampled.tokens, f"logprobs {step}": sampled.logprobs}
+        recorder, context = engine.sites.recorder, server.context
+        recorder._ring.take_all()
+        slots = slice(0, 3)  # The last one is that of padding.
+        found["rows"] = recorder._pages.clone()
+        found["conv"] = context.mamba_conv_states[:, slots].clone()
+        found["recurrent"] = context.mamba_ssm_states[:, slots].clone()
+    num_computed = 3 + sum(len(value) for name, value in found.items() if "tokens" in name)
+    assert (found["rows"] != 0).any(-1).sum() == num_computed, "padding is kept nowhere"
+    return found, server.forward
+
+
+def test_padded_steps_of_gated_delta_nets_keep_a_row_for_each_token():
+    _decoded(tiny_weights(seed=1, pattern="GE*E"), captured=False)
+
+
+@pytest.mark.gpu
+def test_replayed_graphs_of_gated_delta_nets_compute_and_record_what_their_kernels_do():
+    """Decode alone, from random states: prompts are computed by fla, and never captured."""
+    weights = tiny_weights(seed=1, pattern="GE*E")
+    expected, _ = _decoded(weights, captured=False)
+    found, forward = _decoded(weights, captured=True)
+    assert forward.num_replayed == 6
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
