@@ -17,15 +17,12 @@ import triton
 import triton.language as tl
 
 from megatron_trace.formats.kernels_inputs import INTERPRETED
+from megatron_trace.rollout.kernels import online_softmax as softmax
+from megatron_trace.rollout.kernels.online_softmax import LOG2_E, LOWEST, TOKENS, splits_of
 from megatron_trace.rollout.pages import PackedPages
 
-_LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 _UNIT: tl.constexpr = tl.constexpr(16384.0)
 _RAISED: tl.constexpr = tl.constexpr(15.0)
-_LOWEST: tl.constexpr = tl.constexpr(-1.0e30)
-_TOKENS = 32
-_TILES_OF_SPLIT = 4
-_PROGRAMS = 1056
 
 
 def require_e2m1_e4m3(pages: PackedPages, implementation: str) -> None:
@@ -82,10 +79,7 @@ def paged_attention(
     row_tiles = triton.cdiv(max_new_tokens * ratio, rows)
     if num_splits is None:
         longest = block_table.shape[1] * keys.page_tokens
-        num_splits = min(
-            triton.cdiv(longest, _TILES_OF_SPLIT * _TOKENS),
-            max(1, _PROGRAMS // (row_tiles * num_requests * heads)),
-        )
+        num_splits = splits_of(longest, row_tiles * num_requests * heads)
     grid = (row_tiles, num_requests * heads, num_splits)
     # A dot product takes 16 values at least.
     half = max(16, triton.next_power_of_2(head_dim // 2))
@@ -119,7 +113,7 @@ def paged_attention(
             LINE_TOKENS=keys.layout.tokens_per_line,
             LINE_BYTES=keys.layout.line_bytes,
             ALIGNED=math.gcd(keys.layout.line_bytes, keys.layout.code_bytes, 16),
-            TOKENS=_TOKENS,
+            TOKENS=TOKENS,
             **shape,
         )
         if num_splits > 1:
@@ -170,14 +164,14 @@ def _attention_kernel(
         even = tl.load(query_ptr + query_at[:, None] + 2 * half[None, :], mask=mask, other=0.0)
         odd = tl.load(query_ptr + query_at[:, None] + 2 * half[None, :] + 1, mask=mask, other=0.0)
         even, odd, power = _scaled_query(even.to(tl.float32), odd.to(tl.float32))
-        factor = power * (tl.load(key_scale_ptr) * scale * _LOG2_E * _UNIT)
+        factor = power * (tl.load(key_scale_ptr) * scale * LOG2_E * _UNIT)
 
         last_seen = length - num_new + new
         end = tl.minimum(length, length - num_new + (row_tile * ROWS + ROWS - 1) // H + 1)
         tiles = tl.cdiv(tl.cdiv(end, TOKENS), SPLITS)
         first = tl.program_id(2) * tiles * TOKENS
         last = tl.minimum(end, first + tiles * TOKENS)
-        maximum = tl.full((ROWS,), _LOWEST, tl.float32)
+        maximum = tl.full((ROWS,), LOWEST, tl.float32)
         total = tl.zeros((ROWS,), tl.float32)
         even_out = tl.zeros((ROWS, HALF), tl.float32)
         odd_out = tl.zeros((ROWS, HALF), tl.float32)
@@ -198,13 +192,8 @@ def _attention_kernel(
             even_key, odd_key = _decoded(keys_ptr, code_at, scale_at, present)
             score = tl.dot(even, tl.trans(even_key)) + tl.dot(odd, tl.trans(odd_key))
             score = score * factor[:, None]
-            seen = known[None, :] & (tokens[None, :] <= last_seen[:, None])
-            score = tl.where(seen, score, _LOWEST)
-            largest = tl.maximum(maximum, tl.max(score, 1))
-            shrink = tl.exp2(maximum - largest)
-            weight = tl.where(seen, tl.exp2(score - (largest[:, None] - _RAISED)), 0.0)
-            total = total * shrink + tl.sum(weight, 1)
-            maximum = largest
+            visible = known[None, :] & (tokens[None, :] <= last_seen[:, None])
+            weight, shrink, maximum, total = softmax.seen(score, visible, maximum, total, _RAISED)
             weight = weight.to(tl.float16)
             even_value, odd_value = _decoded(values_ptr, code_at, scale_at, present)
             even_out = even_out * shrink[:, None] + tl.dot(weight, even_value)
@@ -249,20 +238,18 @@ def _combine_kernel(
         half = tl.arange(0, HALF)
         number = (row_tile * tl.num_programs(1) + tl.program_id(1)).to(tl.int64)
         row = number * SPLITS * ROWS + tl.arange(0, ROWS)
-        maximum = tl.full((ROWS,), _LOWEST, tl.float32)
+        maximum = tl.full((ROWS,), LOWEST, tl.float32)
         total = tl.zeros((ROWS,), tl.float32)
         even_out = tl.zeros((ROWS, HALF), tl.float32)
         odd_out = tl.zeros((ROWS, HALF), tl.float32)
         for _ in range(SPLITS):
-            part = tl.load(sums_ptr + 2 * row)
-            largest = tl.maximum(maximum, part)
-            shrink, grow = tl.exp2(maximum - largest), tl.exp2(part - largest)
-            total = total * shrink + tl.load(sums_ptr + 2 * row + 1) * grow
+            part_maximum = tl.load(sums_ptr + 2 * row)
+            part_total = tl.load(sums_ptr + 2 * row + 1)
+            shrink, grow, maximum, total = softmax.joined(maximum, total, part_maximum, part_total)
             parts_at = row[:, None] * (2 * HALF) + half[None, :]
             even_out = even_out * shrink[:, None] + tl.load(parts_ptr + parts_at) * grow[:, None]
             odd = tl.load(parts_ptr + parts_at + HALF)
             odd_out = odd_out * shrink[:, None] + odd * grow[:, None]
-            maximum = largest
             row += ROWS
         by = _UNIT * tl.load(value_scale_ptr)
         _store(output_ptr, query_at, is_row, even_out, odd_out, total, by, D, HALF)

@@ -11,16 +11,12 @@ import triton
 import triton.language as tl
 
 from megatron_trace.formats.kernels_inputs import INTERPRETED
+from megatron_trace.rollout.kernels import online_softmax as softmax
+from megatron_trace.rollout.kernels.online_softmax import LOG2_E, LOWEST, TOKENS, splits_of
 from megatron_trace.rollout.pages import Pages
 
-_LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
-_LOWEST: tl.constexpr = tl.constexpr(-1.0e30)
-_TOKENS = 32
 _WARPS = 4
 _STAGES = 3
-_TILES_OF_SPLIT = 4
-# Blocks of a launch: some for every multiprocessor, so that none is left alone at the end.
-_PROGRAMS = 1056
 
 
 def why_not(head_dim: int, dtype: torch.dtype, device: torch.device) -> str | None:
@@ -81,10 +77,7 @@ def paged_attention(
     rows = max(16, triton.next_power_of_2(ratio))
     if num_splits is None:
         longest = block_table.shape[1] * keys.page_tokens
-        num_splits = min(
-            triton.cdiv(longest, _TILES_OF_SPLIT * _TOKENS),
-            max(1, _PROGRAMS // (num_requests * heads)),
-        )
+        num_splits = splits_of(longest, num_requests * heads)
     grid = (num_requests * heads, num_splits)
     parts = query.new_empty((*grid, rows, head_dim), dtype=torch.float32)
     sums = query.new_empty((*grid, rows, 2), dtype=torch.float32)
@@ -103,7 +96,7 @@ def paged_attention(
             block_table.stride(0),
             keys.stored.stride(0),
             PAGE=keys.page_tokens,
-            TOKENS=_TOKENS,
+            TOKENS=TOKENS,
             num_warps=_WARPS,
             num_stages=_STAGES,
             **shape,
@@ -144,7 +137,7 @@ def _attention_kernel(
         tiles = tl.cdiv(tl.cdiv(length, TOKENS), SPLITS)
         first = split * tiles * TOKENS
         last = tl.minimum(length, first + tiles * TOKENS)
-        maximum = tl.full((ROWS,), _LOWEST, tl.float32)
+        maximum = tl.full((ROWS,), LOWEST, tl.float32)
         total = tl.zeros((ROWS,), tl.float32)
         output = tl.zeros((ROWS, D), tl.float32)
         for token in range(first, last, TOKENS):
@@ -154,13 +147,8 @@ def _attention_kernel(
             at = page.to(tl.int64) * page_stride + (tokens % PAGE * G + head) * D
             at = at[:, None] + column[None, :]
             key = tl.load(keys_ptr + at, mask=known[:, None], other=0.0)
-            score = tl.dot(query, tl.trans(key)) * (scale * _LOG2_E)
-            score = tl.where(known[None, :], score, _LOWEST)
-            largest = tl.maximum(maximum, tl.max(score, 1))
-            shrink = tl.exp2(maximum - largest)
-            weight = tl.where(known[None, :], tl.exp2(score - largest[:, None]), 0.0)
-            total = total * shrink + tl.sum(weight, 1)
-            maximum = largest
+            score = tl.dot(query, tl.trans(key)) * (scale * LOG2_E)
+            weight, shrink, maximum, total = softmax.seen(score, known[None, :], maximum, total)
             value = tl.load(values_ptr + at, mask=known[:, None], other=0.0)
             output = output * shrink[:, None] + tl.dot(weight.to(value.dtype), value)
         part = (tl.program_id(0).to(tl.int64) * SPLITS + split) * ROWS + row
@@ -185,18 +173,16 @@ def _combine_kernel(
     request, head = tl.program_id(0) // G, tl.program_id(0) % G
     row, column = tl.arange(0, ROWS), tl.arange(0, D)
     if tl.load(lengths_ptr + request) > 0:
-        maximum = tl.full((ROWS,), _LOWEST, tl.float32)
+        maximum = tl.full((ROWS,), LOWEST, tl.float32)
         total = tl.zeros((ROWS,), tl.float32)
         output = tl.zeros((ROWS, D), tl.float32)
         part = tl.program_id(0).to(tl.int64) * SPLITS * ROWS + row
         for _ in range(SPLITS):
-            largest_of_part = tl.load(sums_ptr + 2 * part)
-            largest = tl.maximum(maximum, largest_of_part)
-            shrink, grow = tl.exp2(maximum - largest), tl.exp2(largest_of_part - largest)
-            total = total * shrink + tl.load(sums_ptr + 2 * part + 1) * grow
+            part_maximum = tl.load(sums_ptr + 2 * part)
+            part_total = tl.load(sums_ptr + 2 * part + 1)
+            shrink, grow, maximum, total = softmax.joined(maximum, total, part_maximum, part_total)
             values = tl.load(parts_ptr + part[:, None] * D + column[None, :])
             output = output * shrink[:, None] + values * grow[:, None]
-            maximum = largest
             part += ROWS
         query_row = tl.load(starts_ptr + request).to(tl.int64) * G * H + head * H + row
         tl.store(
