@@ -8,6 +8,8 @@ Equal bits, with fewer operations than the general path of `kernels`:
 * BF16 has 8 significant bits. So a quotient by an FP32 number lies on the same side of each
   boundary of E2M1 and E4M3 as its reciprocal, kept as the sum of two FP32 numbers, times x:
   `divided` says how, and tools/bench_formats.py tries all 2^23 mantissas of a divisor.
+* If the first of these numbers has 14 bits, its product with x has 22, and is near the quotient:
+  `round_beside` rounds beside it without asking for a power of two.
 * Maxima, clamps and signs act on pairs.
 * `is_usual` admits global scales with which nothing underflows or overflows.
 """
@@ -102,12 +104,12 @@ def rounded(pairs, global_scale, reciprocal, rest, T: tl.constexpr):
     byte = tl.where(zero, 0, byte)
     effective = scale * global_scale
     limit = effective * 6.0
-    r, s = reciprocal_of(effective)
+    r, s = short_reciprocal_of(effective)
     signs = pairs & tl.where(zero, 0, SIGNS)[:, None]
 
     magnitudes = min_pairs(magnitudes, pair_of(limit, limit)[:, None])
-    lows, lows_biased = _nearest(low_half(magnitudes), r[:, None], s[:, None])
-    highs, highs_biased = _nearest(high_half(magnitudes), r[:, None], s[:, None])
+    lows, lows_biased = nearest(low_half(magnitudes), r[:, None], s[:, None])
+    highs, highs_biased = nearest(high_half(magnitudes), r[:, None], s[:, None])
     return lows, highs, lows_biased, highs_biased, effective[:, None], signs, byte
 
 
@@ -121,9 +123,34 @@ def largest_of_blocks(magnitudes, T: tl.constexpr):
 
 
 @triton.jit
-def _nearest(magnitude, reciprocal, rest):
-    """Gives a magnitude rounded to the ladder, and the biased sum that rounded it."""
-    return round_to_ladder(divided(magnitude, reciprocal, rest))
+def nearest(magnitude, reciprocal, rest):
+    """Gives a magnitude rounded to the ladder, and the biased sum that rounded it.
+
+    Args:
+        magnitude: FP32 with 8 significant bits, at most about 6 times the divisor.
+        reciprocal: FP32, first of `short_reciprocal_of` the divisor.
+        rest: FP32, second of it.
+    """
+    near = magnitude * reciprocal
+    return round_beside(tl.fma(magnitude, rest, near), near)
+
+
+@triton.jit
+def round_beside(a, near):
+    """Gives what `round_to_ladder` gives, of a number that another is near to.
+
+    Args:
+        a: FP32, 0 to 6.
+        near: FP32, a to 2^-14 of it, with at most 22 significant bits.
+
+    The sum of a and 2^22 * near lies on the grid of near's power of two, as 2^22 * near does. Its
+    lowest bit is that of a's code because near's last two are 0; so that ties, where near has few
+    bits, go to the even code, and a sum just below the next power of two ends on it exactly. Where
+    a and near lie on two sides of a power of two, a is nearest to that, on either grid.
+    """
+    near = tl.maximum(near, 1.0)
+    biased = tl.fma(near, 4194304.0, a)
+    return tl.fma(near, -4194304.0, biased), biased
 
 
 @triton.jit
@@ -356,6 +383,19 @@ def reciprocal_of(divisor):
     r = fma_up(tl.fma(r, -divisor, 1.0), r, r)
     error = tl.fma(r, -divisor, 1.0)
     return r, tl.fma(error, error, error) * r
+
+
+@triton.jit
+def short_reciprocal_of(divisor):
+    """Gives 1 / divisor as a sum of two FP32 numbers, of which the first has 14 significant bits.
+
+    As exact as rounding to E2M1 asks for, which tools/bench_formats.py tries for all mantissas.
+    """
+    r = near_reciprocal(divisor).to(tl.int32, bitcast=True)
+    r = ((r + 0x200) & -0x400).to(tl.float32, bitcast=True)
+    error = tl.fma(r, -divisor, 1.0)
+    # Rounded up: 2 divided by 2 - 2^-23 demands it.
+    return r, fma_up(error, error, error) * r
 
 
 @triton.jit

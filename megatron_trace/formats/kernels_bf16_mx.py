@@ -36,12 +36,11 @@ def recorded(pairs, NUM_BITS: tl.constexpr, RULE: tl.constexpr, T: tl.constexpr)
     pairs &= tl.where(zero, 0, -1)
     signs, magnitudes = pairs & bf16.SIGNS, pairs & bf16.MAGNITUDES
     # The scale of a block with a NaN is NaN; its codes are those of 6.
-    lows, lows_biased = bf16.round_to_ladder(
-        tl.minimum(bf16.low_half(magnitudes) * reciprocal, 6.0)
-    )
-    highs, highs_biased = bf16.round_to_ladder(
-        tl.minimum(bf16.high_half(magnitudes) * reciprocal, 6.0)
-    )
+    lows = tl.minimum(bf16.low_half(magnitudes) * reciprocal, 6.0)
+    highs = tl.minimum(bf16.high_half(magnitudes) * reciprocal, 6.0)
+    # A product with a power of two has few bits itself.
+    lows, lows_biased = bf16.round_beside(lows, lows)
+    highs, highs_biased = bf16.round_beside(highs, highs)
     word = bf16.hint_word(lows, highs, lows_biased, highs_biased, signs, NUM_BITS, T)
     return bf16.dequantised(lows, highs, scale, signs), word, byte
 
