@@ -10,6 +10,7 @@ from megatron.core.transformer.moe.router_replay import RouterReplay
 from megatron_trace.formats import pack_bits
 from megatron_trace.hints import RecordKind, Site, decode_codes
 from megatron_trace.rollout import SamplingSettings
+from megatron_trace.rollout.serving import _one_thread_beside_a_gpu
 from megatron_trace.rollout.storing import is_diagnostic
 from megatron_trace.testing.rollouts import assert_same_rollout, record_of
 from megatron_trace.testing.tiny_rollout import random_prompts, roll_out, tiny_engine
@@ -284,3 +285,19 @@ def test_logprobs_are_those_of_the_sampling_distribution(bf16_engine, sampling):
         deviation = 4.5 * (probability * (1 - probability) / 200) ** 0.5 + 1e-6
         assert abs(counts.count(token) / 200 - probability) < deviation, token
     assert sum(by_token.values()) == pytest.approx(1.0, abs=0.1)
+
+
+def test_one_thread_computes_beside_a_gpu_and_all_of_them_after_an_error():
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        for device, expected in (("cuda", 1), ("cpu", 2)):
+            with (
+                pytest.raises(RuntimeError, match="a step failed"),
+                _one_thread_beside_a_gpu(torch.device(device)),
+            ):
+                assert torch.get_num_threads() == expected
+                raise RuntimeError("a step failed")
+            assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(num_threads)
