@@ -158,6 +158,9 @@ class TensorFile:
         self._content = torch.from_file(
             str(path), shared=False, size=self.num_bytes, dtype=torch.uint8
         )
+        # Of the same memory; asked by the reading thread hundreds of times, torch would give the
+        # training's thread as many turns to wait for.
+        self._bytes = memoryview(self._content.numpy())
         self.header_crc32, header = self._read_header()
         try:
             document = json.loads(header)
@@ -180,7 +183,8 @@ class TensorFile:
         """
         tensor, entry = self.unread_tensor(name), self.entries[name]
         self._counter.tensor_bytes += entry.num_bytes
-        found = zlib.crc32(memoryview(tensor.reshape(-1).view(torch.uint8).numpy()))
+        start = self.tensors_start + entry.offset
+        found = zlib.crc32(self._bytes[start : start + entry.num_bytes])
         if found != entry.crc32:
             raise DamagedFileError(
                 f"{self.path}: tensor {name} has checksum {found:08x}, but {entry.crc32:08x} was "
@@ -197,7 +201,8 @@ class TensorFile:
         entry = self.entries[name]
         self._require_uncut()
         content = self._slice(self.tensors_start + entry.offset, entry.num_bytes)
-        return content.view(DTYPES[entry.dtype]).view(entry.shape)
+        dtype = DTYPES[entry.dtype]
+        return (content if dtype == content.dtype else content.view(dtype)).view(entry.shape)
 
     def _read_header(self) -> tuple[int, bytes]:
         magic, version, checksum, header_bytes, file_bytes = _PREAMBLE.unpack(

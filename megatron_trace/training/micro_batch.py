@@ -11,6 +11,8 @@ of a pack on this context-parallel rank, L MoE layers, E experts, k top-k, K val
 
 from __future__ import annotations
 
+import bisect
+import itertools
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -485,7 +487,6 @@ def _routing(samples: Sequence[RolloutSample], rows: _Rows, sites: TraceSites) -
     """Gives the experts of the M rows of all ranks, int64 [L, M, k]."""
     model = sites.shape
     expected = (len(model.model_moe_layers), model.top_k)
-    records = []
     for sample in samples:
         if tuple(sample.routing.shape[1:]) != expected:
             raise ValueError(
@@ -493,29 +494,38 @@ def _routing(samples: Sequence[RolloutSample], rows: _Rows, sites: TraceSites) -
                 f"{tuple(sample.routing.shape[1:])}, but the model has {expected}; it was rolled "
                 "out by another model"
             )
-        record = sample.routing.to(torch.int64)
-        _require_experts(record, model.num_experts, sample.sample_id)
-        records.append(record[:, model.routing_records].transpose(0, 1))
+    records = torch.cat([sample.routing for sample in samples]).to(torch.int64)
+    _require_experts(records, model.num_experts, samples)
+    records = records[:, model.routing_records].transpose(0, 1)
     of_samples, positions, real = rows
     routing = torch.zeros(len(model.moe_layers), len(real), model.top_k, dtype=torch.int64)
     first_rows = torch.tensor([0] + [sample.num_rows for sample in samples]).cumsum(0)
-    routing[:, real] = torch.cat(records, dim=1)[:, (first_rows[of_samples] + positions)[real]]
-    for layer in routing:
-        loads = torch.bincount(layer[real].flatten(), minlength=model.num_experts)
-        layer[~real] = even_experts(loads, int((~real).sum()), model.top_k)
+    routing[:, real] = records[:, (first_rows[of_samples] + positions)[real]]
+    padding = ~real
+    num_padding = int(padding.sum())
+    if num_padding:
+        for layer in routing:
+            loads = torch.bincount(layer[real].flatten(), minlength=model.num_experts)
+            layer[padding] = even_experts(loads, num_padding, model.top_k)
     return routing
 
 
-def _require_experts(rows: torch.Tensor, num_experts: int, sample_id: str) -> None:
+def _require_experts(
+    rows: torch.Tensor, num_experts: int, samples: Sequence[RolloutSample]
+) -> None:
+    """Checks the records of samples, int64 [rows of one after those of another, layers, k]."""
     wrong = ((rows < 0) | (rows >= num_experts)).any(-1)
     ordered = rows.sort(-1).values
     repeated = (ordered[..., 1:] == ordered[..., :-1]).any(-1)
     for name, bad in ((f"not all of 0 to {num_experts - 1}", wrong), ("not distinct", repeated)):
         if bad.any():
             row, layer = bad.nonzero()[0].tolist()
+            ends = [*itertools.accumulate(len(sample.routing) for sample in samples)]
+            index = bisect.bisect_right(ends, row)
+            own_row = row - (ends[index] - len(samples[index].routing))
             raise ValueError(
-                f"sample {sample_id}: the experts of row {row} in MoE layer {layer} are {name}: "
-                f"{rows[row, layer].tolist()}"
+                f"sample {samples[index].sample_id}: the experts of row {own_row} in MoE layer "
+                f"{layer} are {name}: {rows[row, layer].tolist()}"
             )
 
 
