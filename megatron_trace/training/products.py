@@ -146,13 +146,11 @@ def weighted_products(
 class _QuantisedProducts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x, packed, splits, stacks, *weights):
-        kept = _Kept(x.dtype, splits, x, packed, stacks)
-        kept.save(ctx)
         # Nothing here is wider than what is kept: without codes to decode, a part is a stack.
-        outputs = [
-            part.product(part.values, transposed=True) for part in kept.parts(packed is None)
-        ]
-        return _joined(outputs)
+        plan = _plan(splits, stacks, x, whole_stacks=packed is None)
+        kept = _Kept(x.dtype, plan, x, packed, stacks)
+        kept.save(ctx)
+        return _joined([part.product(part.values, transposed=True) for part in kept.parts()])
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs):
@@ -161,7 +159,7 @@ class _QuantisedProducts(torch.autograd.Function):
         needs_x, _, _, _, *needs_weights = ctx.needs_input_grad
         grad_inputs: list[torch.Tensor] = []
         grad_weights: list[torch.Tensor | None] = []
-        for part in kept.parts(not kept.is_packed):
+        for part in kept.parts():
             own = grad[part.rows]
             if needs_x:
                 grad_inputs.append(part.product(own))
@@ -172,7 +170,8 @@ class _QuantisedProducts(torch.autograd.Function):
 class _WeightedProducts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, activation, probs, quantised, packed, splits, stacks, *weights):
-        kept = _Kept(activation.dtype, splits, quantised, packed, stacks, (probs,))
+        plan = _plan(splits, stacks, activation, whole_stacks=False)
+        kept = _Kept(activation.dtype, plan, quantised, packed, stacks, (probs,))
         kept.save(ctx)
         output = activation.new_empty(activation.shape[0], stacks[0].shape[1])
         for part in kept.parts():
@@ -266,12 +265,74 @@ class _Part:
         return [of if needs else None for of, needs in zip(gradients.unbind(), own, strict=True)]
 
 
+@dataclass(frozen=True)
+class _Range:
+    """Which experts a part has.
+
+    Attributes:
+        experts: Which of all E.
+        stack: Which of the stacks they are in.
+        within: Which of its matrices they are.
+        rows: Which rows.
+        splits: Rows of each of them.
+    """
+
+    experts: slice
+    stack: int
+    within: slice
+    rows: slice
+    splits: list[int]
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """In which parts experts are multiplied.
+
+    Attributes:
+        ranges: The parts, consecutive experts of one stack each.
+        ends: int32 [E] on the device; where each expert's rows end, counted from the first of its
+            part. None where each expert has a product of its own.
+    """
+
+    ranges: list[_Range]
+    ends: torch.Tensor | None
+
+
+def _plan(
+    splits: Sequence[int],
+    stacks: Sequence[torch.Tensor],
+    values: torch.Tensor,
+    *,
+    whole_stacks: bool,
+) -> _Plan:
+    """Plans parts of as many rows as there may be values of at a time, or of whole stacks."""
+    ranges: list[_Range] = []
+    ends: list[int] = []
+    first = first_row = 0
+    for number, stack in enumerate(stacks):
+        start, end = first, first + len(stack)
+        while first < end:
+            last, num_rows = first + 1, splits[first]
+            while last < end and (whole_stacks or num_rows + splits[last] <= _PART_ROWS):
+                num_rows += splits[last]
+                last += 1
+            rows, own = slice(first_row, first_row + num_rows), list(splits[first:last])
+            within = slice(first - start, last - start)
+            ranges.append(_Range(slice(first, last), number, within, rows, own))
+            ends += itertools.accumulate(own)
+            first, first_row = last, rows.stop
+    if not all(can_group(values, stack) for stack in stacks):
+        return _Plan(ranges, None)
+    on_host = torch.tensor(ends, dtype=torch.int32)
+    return _Plan(ranges, on_host.to(values.device, non_blocking=True))
+
+
 class _Kept:
     """What backward needs: the quantised input, other tensors, and quantised weights.
 
     Args:
         dtype: dtype in which is multiplied.
-        splits: Rows of each expert.
+        plan: In which parts.
         values: [N, K]; the quantised input; None if its codes are kept.
         packed: Its codes, or None.
         stacks: Quantised weights, see `ExpertWeights`.
@@ -281,20 +342,20 @@ class _Kept:
     def __init__(
         self,
         dtype: torch.dtype,
-        splits: list[int],
+        plan: _Plan,
         values: torch.Tensor | None,
         packed: PackedRows | None,
         stacks: Sequence[torch.Tensor],
         others: Sequence[torch.Tensor] = (),
     ) -> None:
-        self._dtype, self._splits, self._stacks, self.others = dtype, splits, stacks, others
+        self._dtype, self._plan, self._stacks, self.others = dtype, plan, stacks, others
         self._packed = packed
         # Codes are kept instead of the values.
         self._values = values if packed is None else None
 
     def save(self, ctx: Any) -> None:
         """Leaves everything to autograd."""
-        ctx.splits, ctx.num_others, ctx.packed = self._splits, len(self.others), None
+        ctx.plan, ctx.num_others, ctx.packed = self._plan, len(self.others), None
         packed = self._packed
         if packed is None:
             own = [self._values]
@@ -311,51 +372,27 @@ class _Kept:
         values = own[0] if ctx.packed is None else None
         packed = None if ctx.packed is None else PackedRows(*own, *ctx.packed)
         others, stacks = rest[: ctx.num_others], rest[ctx.num_others :]
-        return cls(dtype, ctx.splits, values, packed, stacks, others)
+        return cls(dtype, ctx.plan, values, packed, stacks, others)
 
-    @property
-    def is_packed(self) -> bool:
-        """Whether codes are kept instead of values."""
-        return self._packed is not None
-
-    def parts(self, whole_stacks: bool = False) -> Iterator[_Part]:
-        """Gives consecutive experts of one stack.
-
-        Args:
-            whole_stacks: Whether all of a stack, or as many as have rows of which there may be
-                values at a time.
-        """
-        first = first_row = 0
-        for stack in self._stacks:
-            end = first + len(stack)
-            start = first
-            while first < end:
-                last, num_rows = first + 1, self._splits[first]
-                while last < end and (whole_stacks or num_rows + self._splits[last] <= _PART_ROWS):
-                    num_rows += self._splits[last]
-                    last += 1
-                rows = slice(first_row, first_row + num_rows)
-                splits, weights = self._splits[first:last], stack[first - start : last - start]
-                values = self._rows(rows)
-                ends = _ends(splits, values, weights) if num_rows else None
-                yield _Part(slice(first, last), rows, splits, values, weights, ends)
-                first, first_row = last, rows.stop
+    def parts(self) -> Iterator[_Part]:
+        """Gives the parts, in order."""
+        ends = self._plan.ends
+        for of in self._plan.ranges:
+            has_rows = of.rows.stop > of.rows.start
+            yield _Part(
+                of.experts,
+                of.rows,
+                of.splits,
+                self._rows(of.rows),
+                self._stacks[of.stack][of.within],
+                ends[of.experts] if ends is not None and has_rows else None,
+            )
 
     def _rows(self, rows: slice) -> torch.Tensor:
         if self._packed is not None:
             return self._packed.taken(rows).values(self._dtype)
         assert self._values is not None, "the input is kept one way or the other"
         return self._values[rows]
-
-
-def _ends(
-    splits: Sequence[int], values: torch.Tensor, weights: torch.Tensor
-) -> torch.Tensor | None:
-    """Gives where each expert's rows end; None where experts are multiplied one by one."""
-    if not can_group(values, weights):
-        return None
-    ends = torch.tensor(list(itertools.accumulate(splits)), dtype=torch.int32)
-    return ends.to(values.device, non_blocking=True)
 
 
 def can_group(values: torch.Tensor, weights: torch.Tensor) -> bool:
