@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 from megatron.core.inference.utils import InferenceMode
@@ -292,12 +294,13 @@ def test_one_thread_computes_beside_a_gpu_and_all_of_them_after_an_error():
     torch.set_num_threads(2)
     try:
         for device, expected in (("cuda", 1), ("cpu", 2)):
+            within = []
             with (
-                pytest.raises(RuntimeError, match="a step failed"),
+                contextlib.suppress(RuntimeError),
                 _one_thread_beside_a_gpu(torch.device(device)),
             ):
-                assert torch.get_num_threads() == expected
+                within.append(torch.get_num_threads())
                 raise RuntimeError("a step failed")
-            assert torch.get_num_threads() == 2
+            assert (within, torch.get_num_threads()) == ([expected], 2)
     finally:
         torch.set_num_threads(num_threads)
