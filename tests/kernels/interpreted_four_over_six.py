@@ -8,12 +8,15 @@ import sys
 import torch
 
 from megatron_trace.formats import four_over_six, kernels_four_over_six
+from megatron_trace.formats.kernels_inputs import Launch
 from megatron_trace.testing.assertions import assert_same_bytes
 from megatron_trace.testing.hard_inputs import hard_inputs
 from megatron_trace.testing.kernel_equality import row_scales
 
 # The interpreter takes about 20 us a value and scale.
 MAX_VALUES = {"cpu": 128, "cuda": 1 << 20}
+# A GPU goes over several tiles of a program, as with more values than these.
+LAUNCHES = {"cpu": None, "cuda": Launch(tiles=4, num_warps=1)}
 
 
 def compare(dtype: torch.dtype, device: str) -> int:
@@ -36,11 +39,13 @@ def _compare(x: torch.Tensor, scale: torch.Tensor, error: str, device: str, what
     def check(got: torch.Tensor, expected: torch.Tensor, name: str) -> None:
         assert_same_bytes(got.cpu(), expected, f"{what} {error} {name}", any_nan=True)
 
-    on_device = x.to(device)
+    on_device, launch = x.to(device), LAUNCHES[device]
     y = four_over_six.rtn(x, scale, error=error)
-    check(kernels_four_over_six.rtn(on_device, scale, error=error), y, "rtn")
+    check(kernels_four_over_six.rtn(on_device, scale, error=error, launch=launch), y, "rtn")
     for bits in (1, 2, 4) if device == "cuda" else (4,):
-        got = kernels_four_over_six.rtn_record(on_device, scale, num_bits=bits, error=error)
+        got = kernels_four_over_six.rtn_record(
+            on_device, scale, num_bits=bits, error=error, launch=launch
+        )
         expected = four_over_six.rtn_record(x, scale, num_bits=bits, error=error)
         for name, mine, theirs in zip(("y", "hint", "bytes"), got, expected, strict=True):
             check(mine, theirs, f"record {bits} {name}")

@@ -8,6 +8,7 @@ import sys
 import torch
 
 from megatron_trace.formats import kernels_mxfp4, kernels_mxfp8, mxfp4, mxfp8
+from megatron_trace.formats.kernels_inputs import Launch
 from megatron_trace.testing.assertions import assert_same_bytes
 from megatron_trace.testing.hard_inputs import hard_rows
 
@@ -16,6 +17,8 @@ FORMATS = {"mxfp4": (mxfp4, kernels_mxfp4, (1, 2, 4)), "mxfp8": (mxfp8, kernels_
 RULES = ("rceil", "floor", "even", "ceil")
 # The interpreter takes about 20 us a value.
 MAX_VALUES = {"cpu": 320, "cuda": 1 << 20}
+# A GPU goes over several tiles of a program, as with more values than these.
+LAUNCHES = {"cpu": None, "cuda": Launch(tiles=2, num_warps=4)}
 
 
 def compare(fmt: str, dtype: torch.dtype, device: str) -> int:
@@ -34,11 +37,13 @@ def _compare(fmt: str, x: torch.Tensor, rule: str, device: str, what: str) -> No
         assert_same_bytes(got.cpu(), expected, f"{what} {name}", any_nan=True)
 
     specified, kernels, all_bits = FORMATS[fmt]
-    on_device = x.to(device)
+    on_device, options = x.to(device), {"launch": LAUNCHES[device]}
     trainer_x = x * 1.02
-    check(kernels.rtn(on_device, scale_rule=rule), specified.rtn(x, scale_rule=rule), "rtn")
+    check(
+        kernels.rtn(on_device, scale_rule=rule, **options), specified.rtn(x, scale_rule=rule), "rtn"
+    )
     for bits in all_bits:
-        got = kernels.rtn_record(on_device, num_bits=bits, scale_rule=rule)
+        got = kernels.rtn_record(on_device, num_bits=bits, scale_rule=rule, **options)
         expected = specified.rtn_record(x, num_bits=bits, scale_rule=rule)
         for name, mine, theirs in zip(("y", "hint", "bytes"), got, expected, strict=True):
             check(mine, theirs, f"record {bits} {name}")
@@ -46,7 +51,9 @@ def _compare(fmt: str, x: torch.Tensor, rule: str, device: str, what: str) -> No
         random = torch.randint(0, 256, hint.shape, dtype=torch.uint8)
         for name, payload in (("its hint", hint), ("a random hint", random)):
             y = kernels.guided(
-                trainer_x.to(device), payload.to(device), scale_bytes.to(device), num_bits=bits
+                *(tensor.to(device) for tensor in (trainer_x, payload, scale_bytes)),
+                num_bits=bits,
+                **options,
             )
             check(
                 y,
