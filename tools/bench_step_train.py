@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from bench_step_block import Block, Case, Timer, Trainer
 from bench_step_pairs import paired_ratio
-from bench_step_profile import host_profiled, profiled
+from bench_step_profile import Collections, host_profiled, profiled
 
 from megatron_trace.hints.files import HintFiles
 from megatron_trace.hints.types import RolloutSample
@@ -67,6 +67,7 @@ def measure_training(
                 trainer.stream = stack.enter_context(reading)
                 trainers.append(trainer)
         print(f"built, {passed_s(options):.1f} s so far", flush=True)
+        collections = stack.enter_context(Collections())
         turns = _Turns(trainers, device, reported, made)
         turns.take(range(options.warm_up), "warm_up", tell=True)
         optimizer: list[float] = []
@@ -87,6 +88,7 @@ def measure_training(
         rows = [row_of(of, num_tokens, statistics.median(optimizer)) for of in kept]
         add_ratios(rows)
         print_training(rows)
+        print(collections, flush=True)
         if num_tokens == options.tokens[-1] and options.profile:
             for trainer in kept:
                 if trainer.case.text in options.profile_cases:
