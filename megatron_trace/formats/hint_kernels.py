@@ -1,6 +1,7 @@
 """Triton kernels of the hint codec: the same names, arguments and bits as `packing` and `residues`.
 
-Legend: as `kernels`; a group is 8 blocks of a row, whose residues take 3 bytes. R rows, G groups.
+Legend: as `kernels_inputs`; a group is 8 blocks of a row, whose residues take 3 bytes. R rows, G
+groups.
 
 `restored` reads x once, and computes the trainer's block scales on the way. It is not fused with
 guided: between the two the guard judges the rows by the restored scales.
@@ -11,10 +12,10 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from triton.runtime.interpreter import InterpretedFunction
 
 from megatron_trace.formats import kernels_octets as octets
 from megatron_trace.formats.checks import as_row_scales, require_guide, require_multiple
+from megatron_trace.formats.kernels_inputs import INTERPRETED, WORDS, words_of
 from megatron_trace.formats.packing import residue_bytes
 
 _NUM_WARPS = 4
@@ -22,7 +23,6 @@ _OCTETS: tl.constexpr = tl.constexpr(32 * _NUM_WARPS)
 _MAX_TILES = 4
 _WORDS: tl.constexpr = tl.constexpr(1024)
 _GROUPS: tl.constexpr = tl.constexpr(128)
-_WORD_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 def restored(
@@ -65,7 +65,7 @@ def restored(
         _restored_kernel,
         x,
         triton.cdiv(num_tiles, tiles),
-        _words(hint, _WORD_DTYPES[num_bits]),
+        words_of(hint, num_bits),
         residues.contiguous(),
         scale_bytes,
         scales,
@@ -93,13 +93,13 @@ def narrowed(packed_codes: torch.Tensor, num_bits: int) -> torch.Tensor:
     _require_gpu(packed_codes=packed_codes)
     *rows, length = packed_codes.shape
     hint = packed_codes.new_empty((*rows, length * num_bits // 4))
-    words = _words(packed_codes, torch.int32)
+    words = words_of(packed_codes, 4)
     num_words = words.numel()
     _launch(
         _narrowed_kernel,
         words,
         triton.cdiv(num_words, _WORDS.value),
-        hint.flatten().view(_WORD_DTYPES[num_bits]),
+        hint.flatten().view(WORDS[num_bits]),
         num_words,
         NUM_BITS=num_bits,
     )
@@ -249,9 +249,6 @@ def _groups_of_program(num_rows, num_blocks):
     return row, (index - row * groups_of_row).to(tl.int32), row < num_rows
 
 
-_INTERPRETED = isinstance(_restored_kernel, InterpretedFunction)
-
-
 def _launch_groups(kernel, source: torch.Tensor, target: torch.Tensor, num_blocks: int) -> None:
     if target.numel() == 0:
         return
@@ -268,15 +265,10 @@ def _launch(kernel, first: torch.Tensor, programs: int, *arguments, **constants:
         kernel[(programs,)](first, *arguments, **constants, num_warps=_NUM_WARPS)
 
 
-def _words(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    flat = values.flatten()
-    return (flat if flat.data_ptr() % dtype.itemsize == 0 else flat.clone()).view(dtype)
-
-
 def _require_gpu(**tensors: torch.Tensor) -> None:
     first = next(iter(tensors.values()))
     for name, tensor in tensors.items():
-        if not (tensor.is_cuda or _INTERPRETED) or tensor.device != first.device:
+        if not (tensor.is_cuda or INTERPRETED) or tensor.device != first.device:
             raise ValueError(
                 f"implementation triton needs {name} on a GPU, on one; got {tensor.device}; use "
                 "torch or auto there"

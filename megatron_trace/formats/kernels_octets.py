@@ -1,6 +1,6 @@
 """NVFP4 on tiles of octets in Triton: every float dtype, every global scale.
 
-Legend: as `kernels`.
+Legend: as `kernels_inputs`.
 
 How the rules of `reference` are met:
 * Rounding to the ladder is one addition of a bias, as there. The biased sum holds the parity of the

@@ -1,9 +1,9 @@
 """Rounding of a tile of octets in whichever format: what several kernels are made of.
 
-Legend: as `kernels`. FORMAT is the name of a `NumberFormat`, RULE its rule, ROW how many octets
-share a global scale (0: all), BLOCK how many a block has: 4 in MX formats, which have no global
-scale. With PAIRS a tile is [T, 4] pairs of BF16, see `kernels_bf16`; without, it is [T, 8] of any
-float dtype.
+Legend: as `kernels_inputs`. FORMAT is the name of a `NumberFormat`, RULE its rule, ROW how many
+octets share a global scale (0: all), BLOCK how many a block has: 4 in MX formats, which have no
+global scale. With PAIRS a tile is [T, 4] pairs of BF16, see `kernels_bf16`; without, it is [T, 8]
+of any float dtype.
 """
 
 from __future__ import annotations
