@@ -11,9 +11,13 @@
 //   all of H; SwiGLU, which it ends with, gives one block of 16 values of fc2's input, quantised at
 //   once. An item of fc2 is 32 rows times a group, all of F; it waits until the group's items of
 //   fc1 are done, which are handed out long before. A warp has its own items and its own ring in
-//   shared memory, which the copy engine fills ahead over the ends of items; warps never wait for one another
-//   but for these counts.
+//   shared memory, which the copy engine fills ahead over the ends of items; warps never wait for
+//   one another but for these counts.
 // * `combine`: adds up the slots of a token in their order, weighted by probability.
+//
+// `multiply` is bound by what its warps issue and wait for, not by memory: three warps of a
+// scheduler share its time. So nothing may be spilled, the copy engine computes the addresses, and
+// the program is short enough for the instruction cache.
 //
 // Weight rows are the rows of an MMA and tokens its columns. Thread t of 4 holds 64 neighbouring
 // columns out of 256, as they are stored. Operands of tokens lie in memory as FP16 in that order:
@@ -30,15 +34,9 @@
 #ifndef EXPERT_WARPS
 #define EXPERT_WARPS 12
 #endif
-// Bytes that the L2 cache fetches at a copy's first miss: 0 (what is asked for), 128 or 256.
+// Bytes that the L2 cache fetches where a copy misses: 0 (what is asked for), 128 or 256.
 #ifndef EXPERT_FETCH
 #define EXPERT_FETCH 0
-#endif
-#ifndef EXPERT_STAGES
-#define EXPERT_STAGES 3
-#endif
-#ifndef EXPERT_EARLY
-#define EXPERT_EARLY 1
 #endif
 // What a build leaves out, to measure the rest: 1 decodes nothing, 2 loads no tokens.
 #ifndef EXPERT_CEILING
@@ -53,7 +51,7 @@ constexpr int GROUP_SLOTS = 16;
 constexpr int MAX_EXPERTS = 1024;
 constexpr int CHUNK = 256;                    // columns of a stage
 constexpr int ROWS = 32;                      // of an item: two runs of 16
-constexpr int STAGES = EXPERT_STAGES;          // of codes; all but one are under way
+constexpr int STAGES = 3;                     // of codes; two are under way, no item has fewer
 constexpr int CODE_BYTES = ROWS * CHUNK / 2;
 constexpr int SCALE_BYTES = ROWS * 2 * CHUNK / 16;  // of two chunks: whole sectors
 constexpr int RING_BYTES = STAGES * CODE_BYTES + 2 * SCALE_BYTES;
@@ -86,7 +84,7 @@ struct Arguments {
     __nv_bfloat16* products;       // [S, H]
     int* order;                    // [S]: slots by expert
     int4* groups;                  // expert, first place in order, slots
-    int* counts;                   // groups; items of fc1 done, of fc2 taken; of fc1 done, each group's
+    int* counts;                   // groups; items of fc1 done; of fc2 taken; of fc1 done by group
     int num_tokens, num_slots, num_experts, hidden, width;
 };
 
@@ -256,7 +254,7 @@ __global__ void __launch_bounds__(PREPARE_THREADS)
         sort_slots(a);
         return;
     }
-    // Neighbouring warps lie in different blocks, so that few tokens spread over the multiprocessors.
+    // Neighbouring warps lie in different blocks: few tokens spread over the multiprocessors.
     int64_t warp = static_cast<int64_t>(threadIdx.x / 32) * (gridDim.x - 1) + blockIdx.x - 1;
     int64_t step = static_cast<int64_t>(gridDim.x - 1) * PREPARE_THREADS;
     int64_t num_eighths = static_cast<int64_t>(a.num_tokens) * (a.hidden / 8);
@@ -321,6 +319,18 @@ __device__ __forceinline__ void copy_box(
 
 __device__ __forceinline__ int stages_of(const Arguments& a, Part part) {
     return part == Part::NONE ? 0 : (part == Part::FC1 ? a.hidden : a.width) / CHUNK;
+}
+
+// Adds 1 after all that the warp wrote.
+__device__ __forceinline__ void add_released(int* count) {
+    asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(count) : "memory");
+}
+
+// What comes after sees what was written before the additions.
+__device__ __forceinline__ int load_acquired(const int* count) {
+    int value;
+    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(count) : "memory");
+    return value;
 }
 
 // Fills a warp's ring, stage by stage, item by item.
@@ -404,7 +414,7 @@ struct Loader {
     }
 };
 
-// Where in its ring a warp is.
+// Where a warp reads in its ring.
 struct Reader {
     int stage = 0, scale_stage = 1, parity = 0;
 
@@ -435,7 +445,7 @@ __device__ __forceinline__ uint32_t load_4(uint32_t from) {
     return r;
 }
 
-__device__ __forceinline__ uint32_t word_of(const uint4& four, int i) {
+[[maybe_unused]] __device__ __forceinline__ uint32_t word_of(const uint4& four, int i) {
     return i == 0 ? four.x : i == 1 ? four.y : i == 2 ? four.z : four.w;
 }
 
@@ -461,7 +471,8 @@ __device__ __forceinline__ const uint4* operands_of(
            static_cast<int64_t>(row) * ((first ? a.hidden : a.width) / 8) + lane % 4;
 }
 
-constexpr int WORDS = CHUNK / 32;  // of codes that a thread has of a row of a stage
+// Of codes that a thread has of a row of a stage.
+[[maybe_unused]] constexpr int WORDS = CHUNK / 32;
 
 // Words whose tokens' operands are loaded together.
 template <int NT>
@@ -511,7 +522,7 @@ __device__ __forceinline__ void multiply(
             for (int run = 0; run < 2; ++run)
                 bytes[m][run] = load_4(scales + (run * 16 + m * 8) * 32);
         }
-        // What is loaded takes the place of the codes of the stage before, and maybe of these scales.
+        // What is loaded takes the place of what was read before these.
         __syncwarp();
         loader.load(a, maps);
         reader.advance();
@@ -687,13 +698,10 @@ __device__ __forceinline__ void finish_fc2(
     }
 }
 
-// Says that an item of fc1 is done. A fence by every lane would empty the L1 cache, tokens and all.
+// Says that an item of fc1 is done. (`__threadfence` would empty the L1 cache, tokens and all.)
 __device__ __forceinline__ void report_fc1(const Arguments& a, const Item& item, int lane) {
     __syncwarp();
-    if (lane < 2)
-        asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(
-                         a.counts + (lane == 0 ? 1 : 3 + item.group))
-                     : "memory");
+    if (lane < 2) add_released(a.counts + (lane == 0 ? 1 : 3 + item.group));
 }
 
 // Until fc1 is done for a group.
@@ -704,11 +712,7 @@ __device__ __forceinline__ void await_fc1(
     bool done = false;
     while (!done) {
         int count = 0;
-        if (loader.lane < 2)
-            asm volatile("ld.acquire.gpu.global.s32 %0, [%1];"
-                         : "=r"(count)
-                         : "l"(a.counts + (loader.lane == 0 ? 1 : 3 + group))
-                         : "memory");
+        if (loader.lane < 2) count = load_acquired(a.counts + (loader.lane == 0 ? 1 : 3 + group));
         all_done = __shfl_sync(~0u, count, 0) == loader.schedule.num_groups * each;
         done = all_done || __shfl_sync(~0u, count, 1) == each;
         if (!done) __nanosleep(40);
@@ -814,8 +818,7 @@ __global__ void __launch_bounds__(COMBINE_THREADS)
     reinterpret_cast<uint4*>(a.output + token * a.hidden)[at] = result;
 }
 
-// Describes a matrix [experts, rows, columns] of bytes to the copy engine, and the box of it that
-// one copy brings: `num_runs` times `box_rows` rows.
+// Describes bytes [depth, rows, columns] to the copy engine, and the box that a copy brings.
 bool describe(
     CUtensorMap& map, const void* base, int64_t columns, int64_t rows, int64_t depth,
     uint32_t box_columns, uint32_t box_rows, uint32_t box_depth) {
@@ -829,11 +832,10 @@ bool describe(
                            static_cast<cuuint64_t>(depth)};
     cuuint64_t strides[2] = {sizes[0], sizes[0] * sizes[1]};
     cuuint32_t box[3] = {box_columns, box_rows, box_depth}, steps[3] = {1, 1, 1};
-    constexpr CUtensorMapL2promotion FETCH = EXPERT_FETCH == 256   ? CU_TENSOR_MAP_L2_PROMOTION_L2_256B
-                                             : EXPERT_FETCH == 128 ? CU_TENSOR_MAP_L2_PROMOTION_L2_128B
-                                                                   : CU_TENSOR_MAP_L2_PROMOTION_NONE;
-    // Of 16 bytes in a row: their place is XORed with the row's, so that lanes of a warp read
-    // different banks.
+    constexpr auto FETCH = EXPERT_FETCH == 256   ? CU_TENSOR_MAP_L2_PROMOTION_L2_256B
+                           : EXPERT_FETCH == 128 ? CU_TENSOR_MAP_L2_PROMOTION_L2_128B
+                                                 : CU_TENSOR_MAP_L2_PROMOTION_NONE;
+    // The place of 16 bytes in a row is XORed with the row, so that lanes read different banks.
     auto swizzle = box_columns == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_32B;
     return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(encode)(
                &map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 3, const_cast<void*>(base), sizes, strides, box,
@@ -865,7 +867,8 @@ int64_t blocks_for(int64_t threads, int of_block) { return (threads + of_block -
 
 extern "C" {
 
-// Starts the three kernels; gives a cudaError_t, or -1 for sizes without kernel.
+// Starts the three kernels; gives a cudaError_t, -1 for sizes without kernel, or -2 if the driver
+// describes no such matrices to the copy engine.
 int trace_routed_experts(
     const void* codes1, const void* scales1, const void* globals1, const void* codes2,
     const void* scales2, const void* globals2, const void* input_global1,
@@ -875,7 +878,7 @@ int trace_routed_experts(
     void* counts, int num_tokens, int slots_of_token, int num_experts, int hidden, int width,
     int num_blocks, void* stream) {
     if (hidden % (2 * CHUNK) || width % (2 * CHUNK) || num_experts > MAX_EXPERTS ||
-        num_tokens * slots_of_token > MAX_SLOTS)
+        num_blocks < 2 || num_tokens * slots_of_token > MAX_SLOTS)
         return -1;
     Arguments a{static_cast<const uint8_t*>(codes1),
                 static_cast<const uint8_t*>(scales1),
@@ -902,7 +905,8 @@ int trace_routed_experts(
                 static_cast<int*>(counts),
                 num_tokens, num_tokens * slots_of_token, num_experts, hidden, width};
     Maps maps;
-    if (!describe(maps.codes1, codes1, hidden / 2, width, 2 * num_experts, CHUNK / 2, ROWS / 2, 2) ||
+    if (!describe(maps.codes1, codes1, hidden / 2, width, 2 * num_experts, CHUNK / 2, ROWS / 2,
+                  2) ||
         !describe(maps.scales1, scales1, hidden / 16, width, 2 * num_experts, CHUNK / 8, ROWS / 2,
                   2) ||
         !describe(maps.codes2, codes2, width / 2, hidden, num_experts, CHUNK / 2, ROWS, 1) ||
