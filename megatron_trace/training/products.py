@@ -31,8 +31,9 @@ from megatron_trace.training.rounding import PackedRows, Rounding
 
 # Rows of a part, of which there are values in FP32, or decoded ones, at a time.
 _PART_ROWS = 16384
-# Grouped products want rows that begin at multiples of 16 bytes.
+# Grouped products want rows that begin at multiples of 16 bytes, and take less than 1024 matrices.
 _GROUPED_COLUMNS = 8
+_PART_EXPERTS = 1023
 
 
 @dataclass(frozen=True)
@@ -313,7 +314,8 @@ def _plan(
         start, end = first, first + len(stack)
         while first < end:
             last, num_rows = first + 1, splits[first]
-            while last < end and (whole_stacks or num_rows + splits[last] <= _PART_ROWS):
+            most = min(end, first + _PART_EXPERTS)
+            while last < most and (whole_stacks or num_rows + splits[last] <= _PART_ROWS):
                 num_rows += splits[last]
                 last += 1
             rows, own = slice(first_row, first_row + num_rows), list(splits[first:last])

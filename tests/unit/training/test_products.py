@@ -196,13 +196,14 @@ def test_all_experts_at_once_have_the_bits_of_each_by_itself(monkeypatch, save_p
         assert_same_bytes(one, other, f"result {index}")
 
 
-@pytest.mark.parametrize("part_rows", [12, 16384])
+@pytest.mark.parametrize(("part_rows", "part_experts"), [(12, 1023), (16384, 2), (16384, 1023)])
 @pytest.mark.parametrize("save_packed", [False, True])
 def test_grouped_products_have_the_bits_of_one_product_for_each_expert(
-    monkeypatch, save_packed, part_rows
+    monkeypatch, save_packed, part_rows, part_experts
 ):
     """As a GPU takes them, on integers, whose sums are exact; some experts have no rows."""
     monkeypatch.setattr(products, "_PART_ROWS", part_rows)
+    monkeypatch.setattr(products, "_PART_EXPERTS", part_experts)
     splits = [5, 0, 20, 12, 0]
     generator = torch.Generator().manual_seed(4)
 
