@@ -48,7 +48,7 @@ class Hardware:
     disk_tib: float = 14
     disk_gb_s: float = 10
     launch_us: float = 38
-    decode_layer_us: float = 375
+    decode_layer_us: float = 180
 
     def __post_init__(self) -> None:
         """Raises ValueError on a number that no machine has."""
