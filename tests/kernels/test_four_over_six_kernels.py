@@ -14,6 +14,11 @@ def test_interpreted_4over6_kernels_equal_the_reference_on_the_hard_inputs(run_p
     )
 
 
+def test_every_octet_that_4over6_decides_is_as_specified(run_program) -> None:
+    decided, _, compared, _ = run_program("interpreted_decided.py", interpret=True).split()
+    assert int(decided) > 0.99 * int(compared)
+
+
 @pytest.mark.gpu
 def test_4over6_kernels_equal_the_reference_on_the_hard_inputs(run_program) -> None:
     assert (
