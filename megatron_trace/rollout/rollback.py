@@ -96,21 +96,22 @@ def kept_on_failure(
     ]
     decoded = {id(weight) for *_, weight in experts}
     keeper = _Keeper(lent)
-    # The cache is a tensor of inference mode, which refuses to be changed outside of it.
-    with torch.inference_mode():
-        keeper.keep(
-            tensor
-            for tensor in (*model.parameters(), *model.buffers())
-            if not tensor.is_meta and id(tensor) not in decoded
-        )
     try:
-        yield
-    except BaseException:
+        # The cache is a tensor of inference mode, which refuses to be changed outside of it.
         with torch.inference_mode():
-            keeper.put_back()
-            for packed, expert, matrix, weight in experts:
-                weight.copy_(ops.decode(*packed.matrix(expert, matrix), dtype=OPERAND_DTYPE))
-        raise
+            keeper.keep(
+                tensor
+                for tensor in (*model.parameters(), *model.buffers())
+                if not tensor.is_meta and id(tensor) not in decoded
+            )
+        try:
+            yield
+        except BaseException:
+            with torch.inference_mode():
+                keeper.put_back()
+                for packed, expert, matrix, weight in experts:
+                    weight.copy_(ops.decode(*packed.matrix(expert, matrix), dtype=OPERAND_DTYPE))
+            raise
     finally:
         with torch.inference_mode():
             keeper.end()

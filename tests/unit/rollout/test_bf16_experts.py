@@ -204,6 +204,17 @@ def test_weights_are_put_back_wherever_they_were_kept(keeping, lent_bytes):
     assert lent_bytes < 1 << 24 or len(used) < lent_bytes
 
 
+def test_lent_memory_is_zero_again_where_weights_could_not_all_be_kept():
+    model = torch.nn.Linear(8, 8, bias=False)
+    model.register_buffer("gone", _Gone(torch.zeros(8)))
+    lent = torch.full((1 << 12,), 7, dtype=torch.uint8)
+    with pytest.raises(OSError, match="memory is gone"), kept_on_failure(model, lent=lent):
+        pass
+    num_kept = model.weight.numel() * model.weight.element_size()
+    assert (lent[:num_kept] == 0).all()
+    assert (lent[num_kept:] == 7).all()
+
+
 def test_bf16_experts_beside_packed_ones_are_not_copied(keeping):
     """All else of the tiny engine fits where they would not."""
     experts = {
