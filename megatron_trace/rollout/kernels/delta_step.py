@@ -190,7 +190,8 @@ def _convolve_kernel(
     state_ptr = conv_ptr + (_slot(slots_ptr, request, num_slots) * channels + channel) * TAPS
     x = tl.load(projected_ptr + request * row_stride + channel, mask=is_there, other=0.0)
     y = tl.zeros((BLOCK,), dtype=tl.float32)
-    # A thread reads what it writes: all taps of its channels.
+    # A tap is written once it has been read: by the same thread, or behind the barrier at which
+    # another one, that loads several channels at a time, handed over what it had read.
     for tap in tl.static_range(TAPS - 1):
         value = tl.load(state_ptr + tap + 1, mask=is_there, other=0.0)
         weight = tl.load(weight_ptr + channel * TAPS + tap, mask=is_there, other=0.0)
