@@ -34,6 +34,7 @@ class _Keeper:
     def __init__(self, lent: torch.Tensor | None) -> None:
         self._lent, self._used = lent, 0
         self._room_bytes: int | None = None
+        self._has_released = False
         self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def keep(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -61,13 +62,27 @@ class _Keeper:
                 part = lent[self._used : stop]
                 self._used = min(math.ceil(stop / _ALIGNMENT) * _ALIGNMENT, len(lent))
                 return part.view(tensor.dtype).view(tensor.shape)
-        if tensor.is_cuda:
-            if self._room_bytes is None:
-                self._room_bytes = torch.cuda.mem_get_info(tensor.device)[0] - _SPARED_BYTES
-            if num_bytes <= self._room_bytes:
-                self._room_bytes -= num_bytes
-                return torch.empty_like(tensor)
+        if tensor.is_cuda and self._has_room(num_bytes, tensor.device):
+            return torch.empty_like(tensor)
         return torch.empty_like(tensor, device="cpu")
+
+    def _has_room(self, num_bytes: int, device: torch.device) -> bool:
+        """Whether a device has so many more bytes for copies; they are taken off then."""
+        if self._room_bytes is None:
+            self._room_bytes = _free_bytes(device)
+        if num_bytes > self._room_bytes and not self._has_released:
+            # What torch holds for reuse, such as the copies of the push before, counts as taken.
+            self._has_released = True
+            torch.cuda.empty_cache()
+            self._room_bytes = _free_bytes(device)
+        if num_bytes > self._room_bytes:
+            return False
+        self._room_bytes -= num_bytes
+        return True
+
+
+def _free_bytes(device: torch.device) -> int:
+    return torch.cuda.mem_get_info(device)[0] - _SPARED_BYTES
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ import torch
 from megatron_trace.formats import encode, global_scale_from_amax, pack_codes
 from megatron_trace.formats.packed_matrix import PackedMatrix
 from megatron_trace.models.hybrid import named_expert_linears
-from megatron_trace.rollout import SamplingSettings
+from megatron_trace.rollout import SamplingSettings, rollback
 from megatron_trace.rollout.rollback import kept_on_failure
 from megatron_trace.testing.rollouts import assert_same_rollout
 from megatron_trace.testing.tiny_rollout import (
@@ -213,6 +213,23 @@ def test_lent_memory_is_zero_again_where_weights_could_not_all_be_kept():
     num_kept = model.weight.numel() * model.weight.element_size()
     assert (lent[:num_kept] == 0).all()
     assert (lent[num_kept:] == 7).all()
+
+
+def test_what_torch_holds_for_reuse_is_released_before_weights_go_to_the_host(monkeypatch):
+    """As after the push before: its copies are nobody's, but the driver does not say so."""
+    spared, device = rollback._SPARED_BYTES, torch.device("cuda")
+    free_bytes = [spared + 100, spared + 500]
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free_bytes[0], 1 << 40))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: free_bytes.pop(0))
+    keeper = rollback._Keeper(None)
+    assert keeper._has_room(60, device)
+    assert len(free_bytes) == 2, "there was room"
+    assert [keeper._has_room(num_bytes, device) for num_bytes in (400, 200, 100)] == [
+        True,
+        False,
+        True,
+    ]
+    assert len(free_bytes) == 1, "released once"
 
 
 def test_bf16_experts_beside_packed_ones_are_not_copied(keeping):
