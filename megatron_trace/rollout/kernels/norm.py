@@ -35,16 +35,17 @@ def uncentred_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.T
     y = torch.empty_like(rows, memory_format=torch.contiguous_format)
     if len(rows):
         block = triton.next_power_of_2(num_values)
-        _norm_kernel[(len(rows),)](
-            rows,
-            weight,
-            y,
-            rows.stride(0),
-            num_values,
-            eps,
-            BLOCK=block,
-            num_warps=min(16, max(1, block // 512)),
-        )
+        with torch.cuda.device_of(rows):
+            _norm_kernel[(len(rows),)](
+                rows,
+                weight,
+                y,
+                rows.stride(0),
+                num_values,
+                eps,
+                BLOCK=block,
+                num_warps=min(16, max(1, block // 512)),
+            )
     return y.view(x.shape)
 
 
