@@ -82,7 +82,10 @@ class _Keeper:
 
 
 def _free_bytes(device: torch.device) -> int:
-    return torch.cuda.mem_get_info(device)[0] - _SPARED_BYTES
+    """Gives the bytes that the device has and this process may take, without what is spared."""
+    free, total = torch.cuda.mem_get_info(device)
+    share = torch.cuda.get_per_process_memory_fraction(device)
+    return min(free, int(share * total) - torch.cuda.memory_reserved(device)) - _SPARED_BYTES
 
 
 @contextlib.contextmanager

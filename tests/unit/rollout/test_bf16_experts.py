@@ -215,21 +215,45 @@ def test_lent_memory_is_zero_again_where_weights_could_not_all_be_kept():
     assert (lent[num_kept:] == 7).all()
 
 
-def test_what_torch_holds_for_reuse_is_released_before_weights_go_to_the_host(monkeypatch):
-    """As after the push before: its copies are nobody's, but the driver does not say so."""
-    spared, device = rollback._SPARED_BYTES, torch.device("cuda")
-    free_bytes = [spared + 100, spared + 500]
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free_bytes[0], 1 << 40))
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: free_bytes.pop(0))
+@pytest.fixture
+def memory(monkeypatch):
+    """Gives a GPU's free, whole and reserved bytes, and the share that the process may take."""
+    device = {"free": 100, "total": 1000, "reserved": 0, "share": 1.0}
+    monkeypatch.setattr(rollback, "_SPARED_BYTES", 10)
+    for name, read in (
+        ("mem_get_info", lambda _: (device["free"], device["total"])),
+        ("memory_reserved", lambda _: device["reserved"]),
+        ("get_per_process_memory_fraction", lambda _: device["share"]),
+        ("empty_cache", lambda: None),
+    ):
+        monkeypatch.setattr(torch.cuda, name, read, raising=False)
+    return device
+
+
+def _rooms(*num_bytes):
     keeper = rollback._Keeper(None)
-    assert keeper._has_room(60, device)
-    assert len(free_bytes) == 2, "there was room"
-    assert [keeper._has_room(num_bytes, device) for num_bytes in (400, 200, 100)] == [
-        True,
-        False,
-        True,
-    ]
-    assert len(free_bytes) == 1, "released once"
+    return [keeper._has_room(number, torch.device("cuda")) for number in num_bytes]
+
+
+def test_what_torch_holds_for_reuse_is_released_before_weights_go_to_the_host(memory, monkeypatch):
+    """As after the push before: its copies are nobody's, but the driver does not say so."""
+    released = []
+
+    def release():
+        released.append(memory["free"])
+        memory["free"] = 500
+
+    monkeypatch.setattr(torch.cuda, "empty_cache", release)
+    assert _rooms(60, 30) == [True, True]
+    assert not released, "there was room"
+    assert _rooms(60, 400, 200, 90) == [True, True, False, True]
+    assert released == [100], "released once"
+
+
+def test_weights_are_kept_within_the_share_of_a_gpu_that_the_process_may_take(memory):
+    memory |= {"free": 900, "share": 0.5, "reserved": 300}
+    assert _rooms(190) == [True]
+    assert _rooms(191) == [False]
 
 
 def test_bf16_experts_beside_packed_ones_are_not_copied(keeping):
