@@ -198,6 +198,7 @@ class Bench:
     def run(self) -> None:
         """Measures all cases; one that fails is told and the next one goes on."""
         for cases in self._by_policy():
+            self._limit(0)  # The limit of the last case was that of another model.
             policy = self.policy(is_quantised=cases[0].mode != "bf16")
             torch.cuda.synchronize()
             self.say("built")
