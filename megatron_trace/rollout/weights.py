@@ -152,8 +152,8 @@ def require_finite(amax: torch.Tensor, places: Sequence[MatrixPlace]) -> None:
     if bad:
         raise ValueError(
             f"{len(bad)} of {len(places)} pushed expert matrices of layers {places[0][0]} to "
-            f"{places[-1][0]} hold NaN or Inf, later ones were not looked at: "
-            f"{'; '.join(bad[:5])}; check the trainer's weights, or push the last good ones"
+            f"{places[-1][0]} hold NaN or Inf: {'; '.join(bad[:5])}; later ones were "
+            f"not looked at; check the trainer's weights, or push the last good ones"
         )
 
 
