@@ -140,3 +140,15 @@ def compared(
     result["activations"] = _difference(ours.activations[routed], activations[routed])
     result["output"] = _difference(ours.output, output)
     return result
+
+
+def assert_as_specified(result: dict[str, float]) -> None:
+    """Asserts what `compared` gives: no byte of a record differs, and values are near."""
+    assert {name: value for name, value in result.items() if name.endswith("differ")} == {
+        "fc1_codes_differ": 0,
+        "fc1_scales_differ": 0,
+        "fc2_codes_differ": 0,
+        "fc2_scales_differ": 0,
+        "repeat_differ": 0,
+    }
+    assert max(result["activations"], result["output"]) <= TOLERANCE
