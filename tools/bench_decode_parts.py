@@ -30,12 +30,11 @@ from typing import Any
 
 import torch
 
-from megatron_trace.models.hybrid import HybridModules, build_hybrid_model
+from megatron_trace.models.hybrid import build_hybrid_model
 from megatron_trace.models.local_config import architecture_config
 from megatron_trace.models.presets import PRESETS, preset
-from megatron_trace.rollout.attention import EngineCoreAttention, PagedSelfAttention
 from megatron_trace.rollout.gated_delta_net import EngineGatedDeltaNet, delta_nets
-from megatron_trace.rollout.moe import EngineMoELayer
+from megatron_trace.rollout.model import engine_modules
 from megatron_trace.rollout.sampling import (
     SamplingSettings,
     draw,
@@ -106,12 +105,7 @@ def delta_net(name: str, *, reduced: bool) -> EngineGatedDeltaNet:
         pattern=architecture.pattern(),
         vocab_size=512,
         max_sequence_length=64,
-        modules=HybridModules(
-            self_attention=PagedSelfAttention,
-            core_attention=EngineCoreAttention,
-            moe_layer=EngineMoELayer,
-            gated_delta_net=EngineGatedDeltaNet,
-        ),
+        modules=engine_modules(),
         rotary_percent=architecture.rope_share,
     )
     return delta_nets(model)[0].bfloat16()

@@ -21,6 +21,21 @@ from megatron_trace.rollout.moe import EngineMoELayer
 from megatron_trace.rollout.norm import EngineRMSNorm
 
 
+def engine_modules(**others: Any) -> HybridModules:
+    """Gives the modules that read and write the engine's pages, states and records.
+
+    Args:
+        **others: Further fields of `HybridModules`.
+    """
+    return HybridModules(
+        self_attention=PagedSelfAttention,
+        core_attention=EngineCoreAttention,
+        moe_layer=EngineMoELayer,
+        gated_delta_net=EngineGatedDeltaNet,
+        **others,
+    )
+
+
 def build_engine_model(
     model_config: TransformerConfig,
     *,
@@ -76,15 +91,7 @@ def build_engine_model(
         pattern=pattern,
         vocab_size=vocab_size,
         max_sequence_length=max_sequence_length,
-        modules=HybridModules(
-            self_attention=PagedSelfAttention,
-            core_attention=EngineCoreAttention,
-            moe_layer=EngineMoELayer,
-            gated_delta_net=EngineGatedDeltaNet,
-            delta_rule=trace.delta_rule,
-            norm=EngineRMSNorm,
-            **linears,
-        ),
+        modules=engine_modules(delta_rule=trace.delta_rule, norm=EngineRMSNorm, **linears),
         rotary_percent=rotary_percent,
         rotary_base=rotary_base,
     )

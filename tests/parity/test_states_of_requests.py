@@ -11,10 +11,8 @@ import torch
 
 from megatron_trace.compat import inference_mode_of_process
 from megatron_trace.config import TraceConfig
-from megatron_trace.models.hybrid import HybridModules, build_hybrid_model, causal_mask
-from megatron_trace.rollout.attention import EngineCoreAttention, PagedSelfAttention
-from megatron_trace.rollout.gated_delta_net import EngineGatedDeltaNet
-from megatron_trace.rollout.moe import EngineMoELayer
+from megatron_trace.models.hybrid import build_hybrid_model, causal_mask
+from megatron_trace.rollout.model import engine_modules
 from megatron_trace.rollout.recorder import Recorder
 from megatron_trace.rollout.sampling import SamplingSettings
 from megatron_trace.rollout.serving import EngineLimits, Server
@@ -37,11 +35,7 @@ def model():
         pattern=PATTERN,
         vocab_size=EOD + 1,
         max_sequence_length=MAX_SEQUENCE_LENGTH,
-        modules=HybridModules(
-            self_attention=PagedSelfAttention,
-            core_attention=EngineCoreAttention,
-            moe_layer=EngineMoELayer,
-            gated_delta_net=EngineGatedDeltaNet,
+        modules=engine_modules(
             # What is tested is where states are; fla's products are TF32.
             delta_rule="torch",
         ),

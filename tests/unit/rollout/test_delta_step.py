@@ -6,10 +6,9 @@ import pytest
 import torch
 
 from megatron_trace.models.delta_rule import delta_rule_kernels, mix
-from megatron_trace.models.hybrid import HybridModules, build_hybrid_model
-from megatron_trace.rollout.attention import EngineCoreAttention, PagedSelfAttention
-from megatron_trace.rollout.gated_delta_net import EngineGatedDeltaNet, delta_nets
-from megatron_trace.rollout.moe import EngineMoELayer
+from megatron_trace.models.hybrid import build_hybrid_model
+from megatron_trace.rollout.gated_delta_net import delta_nets
+from megatron_trace.rollout.model import engine_modules
 from megatron_trace.testing.single_process import QWEN_FIELDS, tiny_moe_config
 
 
@@ -36,13 +35,7 @@ def _compare(device):
         pattern="GE*E",
         vocab_size=16,
         max_sequence_length=64,
-        modules=HybridModules(
-            self_attention=PagedSelfAttention,
-            core_attention=EngineCoreAttention,
-            moe_layer=EngineMoELayer,
-            gated_delta_net=EngineGatedDeltaNet,
-            delta_rule="torch",
-        ),
+        modules=engine_modules(delta_rule="torch"),
         rotary_percent=0.25,
     )
     (layer,) = delta_nets(model)
