@@ -9,7 +9,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from megatron_trace.formats.number_format import FORMAT_SETS
+from megatron_trace.formats.number_format import FORMAT_SETS, FormatSet
 from megatron_trace.hints.types import HINT_BITS, QuantisedParts
 
 Method = Literal["bf16", "qat", "qarl", "quads", "score_centering", "trace"]
@@ -197,7 +197,7 @@ class TraceConfig:
 
     def _require_fitting_format(self) -> None:
         """Raises ValueError where another setting contradicts number format or parts."""
-        formats = FORMAT_SETS[self.number_format]
+        formats = self.formats
         if self.method == "bf16":
             for name, default in (("number_format", "nvfp4"), ("quantised_parts", _BOTH_PARTS)):
                 if getattr(self, name) != default:
@@ -254,6 +254,11 @@ class TraceConfig:
                 f"experts={self.experts} contradicts method=quads: Transformer Engine's experts "
                 "round their inputs; use experts=local"
             )
+
+    @property
+    def formats(self) -> FormatSet:
+        """Number formats of expert weights, their inputs and the KV cache."""
+        return FORMAT_SETS[self.number_format]
 
     @property
     def residual_share(self) -> float:

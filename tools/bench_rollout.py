@@ -59,8 +59,8 @@ from megatron_trace.planning.hardware import GIB
 from megatron_trace.planning.sizes import HintChoice, dense_bytes, expert_bytes, hint_bytes
 from megatron_trace.rollout.decode_graphs import DecodeGraphs
 from megatron_trace.rollout.packed_experts import implementation_of
+from megatron_trace.rollout.places import make_recorder
 from megatron_trace.rollout.policy import ServedPolicy
-from megatron_trace.rollout.recorder import Recorder
 from megatron_trace.rollout.serving import EngineLimits, Server
 from megatron_trace.rollout.weights import quantise_experts
 from megatron_trace.testing.device_timing import copy_bandwidth
@@ -285,9 +285,8 @@ class Bench:
 
     def _serve_as(self, policy: ServedPolicy, case: Case) -> None:
         """Makes a model's next server that of a case: what is recorded, and what of the cache."""
-        policy.trace = policy.sites.trace = self._trace(case)
-        places = policy._recorded_places()
-        policy._recorder = policy.sites.recorder = Recorder(places, policy._narrowed)
+        policy.sites.trace = self._trace(case)
+        policy.sites.recorder = make_recorder(policy.layers, policy.trace)
 
     def measured(self, policy: ServedPolicy, case: Case) -> dict[str, Any]:
         """Gives the row of a case; if the largest batch does not fit, of one that does."""

@@ -11,7 +11,6 @@ from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.transformer import TransformerConfig
 
 from megatron_trace.config import TraceConfig
-from megatron_trace.formats import FORMAT_SETS
 from megatron_trace.models.hybrid import HybridModules, build_hybrid_model, decoder_layers
 from megatron_trace.rollout.attention import EngineCoreAttention, PagedSelfAttention
 from megatron_trace.rollout.compensation import num_compensated
@@ -116,7 +115,7 @@ def _require_one_rank(config: TransformerConfig) -> None:
 
 
 def _require_whole_blocks(config: TransformerConfig, trace: TraceConfig) -> None:
-    formats = FORMAT_SETS[trace.number_format]
+    formats = trace.formats
     widths = [("kv_channels", "k and v", formats.kv_cache)] if trace.quantises_kv else []
     if config.num_moe_experts is not None and trace.quantises_experts:
         widths += [("hidden_size", "fc1", formats.activations)]

@@ -1,13 +1,14 @@
-"""ModelOpt's quantisers in the engine's model: where they sit, what they call, their scales.
+"""ModelOpt's quantisers in the engine's model: where they sit and what they call.
 
-ModelOpt inserts, configures and calibrates them; a registered backend makes the numbers, those of
-`megatron_trace.formats`. A quantiser that has no place of ours cannot run.
+ModelOpt inserts and configures them; a registered backend makes the numbers, those of
+`megatron_trace.formats`. A quantiser that has no place of ours cannot run. Their static scales are
+of `calibration.py`.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -16,11 +17,10 @@ import torch
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from modelopt.torch.quantization.nn import QuantModule, QuantModuleRegistry, TensorQuantizer
 from modelopt.torch.quantization.nn.modules.tensor_quantizer import register_quant_backend
-from torch.utils.hooks import RemovableHandle
 
 from megatron_trace import compat
-from megatron_trace.formats import FORMAT_SETS, FormatSet, NumberFormat
-from megatron_trace.hints import Site, site_format
+from megatron_trace.formats import FORMAT_SETS, NumberFormat
+from megatron_trace.hints import Site
 from megatron_trace.models.hybrid import DecoderLayer, named_expert_linears
 from megatron_trace.rollout.attention import EngineCoreAttention
 from megatron_trace.rollout.compensation import ResidualCompensation
@@ -156,73 +156,6 @@ def insert_quantisers(
             _compensate(layer, sites)
 
 
-def collect_amax(
-    model: HybridModel, layers: Sequence[DecoderLayer], forward_loop: Callable[[Any], None]
-) -> None:
-    """Lets ModelOpt collect the amax of the activations anew.
-
-    Args:
-        model: Model of the engine, with quantisers and unquantised weights.
-        layers: Its decoder layers.
-        forward_loop: Runs the calibration tokens through the model, [B, S] at a time.
-
-    Raises:
-        RuntimeError: An activation is NaN or Inf; names layer, site and sequence.
-    """
-    quantisers = [
-        quantiser
-        for layer in layers
-        for by_expert in site_quantisers(layer).values()
-        for quantiser in by_expert.values()
-    ]
-    for quantiser in quantisers:
-        quantiser.reset_amax()
-    checks = _finite_checks(model, layers)
-    try:
-        mtq.calibrate(model, "max", cast("Any", forward_loop))
-    finally:
-        for check in checks:
-            check.remove()
-        compat.restore_linear_functions()
-        for quantiser in quantisers:
-            quantiser.enable_quant()
-            quantiser.disable_calib()
-
-
-def _finite_checks(model: HybridModel, layers: Iterable[DecoderLayer]) -> list[RemovableHandle]:
-    """Lets every quantiser check its input; ModelOpt would stop too, but not say where."""
-    num_sequences: list[int] = []
-
-    def note_batch(_: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> None:
-        num_sequences.append(args[0].shape[0])
-
-    def check(layer: DecoderLayer, site: Site, expert: int, _: Any, args: Any) -> None:
-        (x,) = args
-        if torch.isfinite(x).all():
-            return
-        dispatched = _is_dispatched(layer, site)
-        rows = x if dispatched else x.flatten(0, 1).flatten(1)
-        token = int((~torch.isfinite(rows)).any(-1).nonzero()[0])
-        if dispatched:
-            token = cast("EngineMoELayer", layer.moe).token_of_row(expert, token)
-        position, sequence = divmod(token, num_sequences[-1])
-        raise RuntimeError(
-            f"NaN or Inf activation in the calibration at layer {layer.index}, site {site}, batch "
-            f"{len(num_sequences) - 1}, sequence {sequence}, position {position}; check the "
-            "weights that were loaded"
-        )
-
-    return [
-        model.register_forward_pre_hook(note_batch),
-        *(
-            quantiser.register_forward_pre_hook(partial(check, layer, site, expert))
-            for layer in layers
-            for site, by_expert in site_quantisers(layer).items()
-            for expert, quantiser in by_expert.items()
-        ),
-    ]
-
-
 def site_quantisers(layer: DecoderLayer) -> dict[Site, dict[int, TensorQuantizer]]:
     """Gives the activation quantisers of a layer by site and expert; 0 where there is one.
 
@@ -236,7 +169,7 @@ def site_quantisers(layer: DecoderLayer) -> dict[Site, dict[int, TensorQuantizer
             quantiser = cast("torch.nn.Module", linear).input_quantizer
             inputs[matrix][expert] = cast("TensorQuantizer", quantiser)
         once = {0: moe.dispatch_input_quantizer}
-        quantisers[Site.FC1] = inputs["fc1"] if _is_dispatched(layer, Site.FC1) else once
+        quantisers[Site.FC1] = inputs["fc1"] if is_dispatched(layer, Site.FC1) else once
         quantisers[Site.FC2] = inputs["fc2"]
     if layer.attention is not None:
         core: Any = layer.attention.core_attention
@@ -249,56 +182,10 @@ def site_quantisers(layer: DecoderLayer) -> dict[Site, dict[int, TensorQuantizer
     }
 
 
-def _is_dispatched(layer: DecoderLayer, site: Site) -> bool:
+def is_dispatched(layer: DecoderLayer, site: Site) -> bool:
     """Whether a quantiser of the site sees the rows of one expert instead of a step's tokens."""
     moe: Any = layer.moe
     return site == Site.FC2 or (site == Site.FC1 and not moe.dispatch_input_quantizer.is_enabled)
-
-
-def calibrated_scales(
-    layers: Iterable[DecoderLayer], formats: FormatSet, *, power_of_two: bool
-) -> tuple[dict[tuple[int, Site], float], dict[int, tuple[int, ...]]]:
-    """Gives the global scale of every place from what the quantisers saw.
-
-    The experts of a layer share the amax of fc2's input, also those that got no token. ModelOpt
-    does not share it once SequentialMLP is subclassed with a forward of its own.
-
-    Args:
-        layers: Decoder layers of the engine's model, calibrated.
-        formats: Formats that have global scales.
-        power_of_two: Whether scales are rounded up to powers of two.
-
-    Returns:
-        scales: By (decoder layer, site).
-        unseen: By decoder layer, the experts that got no calibration token.
-
-    Raises:
-        RuntimeError: A quantiser saw nothing (for fc2: those of all experts of a layer).
-    """
-    scales: dict[tuple[int, Site], float] = {}
-    unseen: dict[int, tuple[int, ...]] = {}
-    for layer in layers:
-        for site, quantisers in site_quantisers(layer).items():
-            seen = {
-                key: cast("torch.Tensor", quantiser.amax)
-                for key, quantiser in quantisers.items()
-                if quantiser.amax is not None
-            }
-            if not seen:
-                raise RuntimeError(
-                    f"layer {layer.index}, site {site}: "
-                    + ("no expert of the layer" if site == Site.FC2 else "the quantiser never")
-                    + " saw a calibration token; calibrate with more tokens"
-                )
-            amax = torch.stack([value.float().reshape(()) for value in seen.values()]).max()
-            for quantiser in quantisers.values():
-                quantiser.amax = amax.clone()
-            scale = site_format(formats, site).global_scale_from_amax(amax, power_of_two)
-            assert scale is not None, "formats without global scales are not calibrated"
-            scales[layer.index, site] = float(scale)
-            if site == Site.FC2:
-                unseen[layer.index] = tuple(key for key in quantisers if key not in seen)
-    return scales, unseen
 
 
 def require_only_ours(model: HybridModel) -> None:
@@ -323,7 +210,7 @@ def require_only_ours(model: HybridModel) -> None:
 def _action(
     layer: DecoderLayer, site: Site, expert: int, sites: RolloutSites
 ) -> Callable[[torch.Tensor], torch.Tensor]:
-    if _is_dispatched(layer, site):
+    if is_dispatched(layer, site):
         moe = cast("EngineMoELayer", layer.moe)
         return partial(
             sites.quantise_slots,

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 
 from megatron_trace.config import TraceConfig
-from megatron_trace.formats import E4M3_MAX, FORMAT_SETS, NumberFormat, ops
+from megatron_trace.formats import E4M3_MAX, NumberFormat, ops
 from megatron_trace.hints import QuantizerSettings, Site, site_format, stored_bits
 from megatron_trace.rollout.recorder import Recorder
 from megatron_trace.rollout.watch import Watch
@@ -69,7 +69,7 @@ class RolloutSites:
 
     def format_of(self, site: Site) -> NumberFormat:
         """Gives the number format of a site."""
-        return site_format(FORMAT_SETS[self.trace.number_format], site)
+        return site_format(self.trace.formats, site)
 
     def scale(self, layer: int, site: Site) -> torch.Tensor | None:
         """Gives the FP32 global scale of a place, 0-d; None if its format has none."""

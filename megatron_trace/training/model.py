@@ -17,7 +17,6 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 
 from megatron_trace.config import TraceConfig
-from megatron_trace.formats import FORMAT_SETS
 from megatron_trace.hints.sharding import expert_columns, kv_heads, local_experts
 from megatron_trace.models.attention import SDPACoreAttention, packed_seq_params
 from megatron_trace.models.gpt import build_gpt_model
@@ -351,7 +350,7 @@ def _require_supported(config: TransformerConfig, trace: TraceConfig, experts: E
         ),
     }
     if trace.method != "bf16":
-        formats = FORMAT_SETS[trace.number_format]
+        formats = trace.formats
         widths = [("kv_channels", formats.kv_cache)] if trace.trains_quantised_kv else []
         if config.num_moe_experts is not None and trace.quantises_experts:
             widths += [("hidden_size", formats.activations)]
@@ -401,7 +400,7 @@ def _require_layout(
     etp_size = config.expert_tensor_parallel_size or 1
     if config.num_moe_experts and etp_size > 1:
         assert config.moe_ffn_hidden_size is not None, "TransformerConfig fills it in"
-        block_size = FORMAT_SETS[trace.number_format].activations.block_size
+        block_size = trace.formats.activations.block_size
         expert_columns(config.moe_ffn_hidden_size, etp_size, 0, block_size=block_size)
 
 

@@ -18,7 +18,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 
 from megatron_trace.config import TraceConfig
-from megatron_trace.formats import FORMAT_SETS, NumberFormat, ops
+from megatron_trace.formats import NumberFormat, ops
 from megatron_trace.hints.types import (
     QuantizerSettings,
     ScaleForm,
@@ -139,7 +139,7 @@ class TraceSites:
 
     def format_of(self, site: Site) -> NumberFormat:
         """Gives the number format of a site."""
-        return site_format(FORMAT_SETS[self.trace.number_format], site)
+        return site_format(self.trace.formats, site)
 
     @property
     def guides(self) -> bool:

@@ -19,7 +19,8 @@ from megatron_trace.formats import (
 )
 from megatron_trace.hints import Site
 from megatron_trace.models.hybrid import named_expert_linears
-from megatron_trace.rollout.quantize import calibrated_scales, site_quantisers
+from megatron_trace.rollout.calibration import calibrated_scales
+from megatron_trace.rollout.quantize import site_quantisers
 from megatron_trace.testing.assertions import assert_same_bytes
 from megatron_trace.testing.programs import load_program
 from megatron_trace.testing.roundings import recorded_rounding

@@ -10,7 +10,8 @@ import torch
 
 from megatron_trace.formats import format_set
 from megatron_trace.hints import QuantizerSettings, Site
-from megatron_trace.rollout.quantize import BACKEND, calibrated_scales, site_quantisers
+from megatron_trace.rollout.calibration import calibrated_scales
+from megatron_trace.rollout.quantize import BACKEND, site_quantisers
 from megatron_trace.testing.rollouts import assert_same_rollout
 from megatron_trace.testing.tiny_rollout import (
     calibration_tokens,
