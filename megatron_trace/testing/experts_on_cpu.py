@@ -42,6 +42,8 @@ BODIES = {
     "let_next_start": "",
     "is_elected": "return threadIdx.x % 32 == 0;",
     "fence_barriers": "",
+    "fetch_map": "",
+    "taken_before": "return (*count)++;",
     "max_of": "return a != a || b != b ? __uint_as_float(0x7FC00000u) : a > b ? a : b;",
     "copy_box": "on_cpu::copy_box(to, reinterpret_cast<const on_cpu::Map&>(map), column, row, "
     "depth, barrier);",

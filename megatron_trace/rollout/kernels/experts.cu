@@ -17,7 +17,7 @@
 //
 // `multiply` is bound by what its warps issue and wait for, not by memory: three warps of a
 // scheduler share its time. So nothing may be spilled, the copy engine computes the addresses, and
-// the program is short enough for the instruction cache.
+// the loops are short enough for the instruction cache.
 //
 // Weight rows are the rows of an MMA and tokens its columns. Thread t of 4 holds 64 neighbouring
 // columns out of 256, as they are stored. Operands of tokens lie in memory as FP16 in that order:
@@ -86,6 +86,7 @@ struct Arguments {
     int4* groups;                  // expert, first place in order, slots
     int* counts;                   // groups; items of fc1 done; of fc2 taken; of fc1 done by group
     int num_tokens, num_slots, num_experts, hidden, width;
+    float tokens_of_slot;          // 1 / k
 };
 
 __device__ __forceinline__ void wait_for_previous() {
@@ -307,6 +308,10 @@ struct Maps {
     CUtensorMap codes1, scales1, codes2, scales2;
 };
 
+__device__ __forceinline__ void fetch_map(const CUtensorMap& map) {
+    asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
+
 // Copies a box from global to shared memory; `barrier` counts the bytes.
 __device__ __forceinline__ void copy_box(
     uint32_t to, const CUtensorMap& map, int column, int row, int depth, uint32_t barrier) {
@@ -317,8 +322,14 @@ __device__ __forceinline__ void copy_box(
         : "memory");
 }
 
-__device__ __forceinline__ int stages_of(const Arguments& a, Part part) {
-    return part == Part::NONE ? 0 : (part == Part::FC1 ? a.hidden : a.width) / CHUNK;
+// `atomicAdd` of 1 by one lane, whose result the compiler does not wait for until it is used.
+__device__ __forceinline__ int taken_before(int* count) {
+    int before;
+    asm volatile("atom.relaxed.gpu.global.add.s32 %0, [%1], 1;"
+                 : "=r"(before)
+                 : "l"(count)
+                 : "memory");
+    return before;
 }
 
 // Adds 1 after all that the warp wrote.
@@ -340,7 +351,8 @@ struct Loader {
     int lane, stage = 0, scale_stage = 1;
     // The item that is being filled in.
     Part part = Part::NONE;
-    int position = 0, row = 0, group = 0, expert = 0, num_slots = 0;
+    int position = 0, num_stages = 0, row = 0, group = 0, expert = 0, num_slots = 0;
+    float global = 0.0f;
     int slots[GROUP_SLOTS / 8];  // of token lane / 4 of each eight; -1: none
     // The item after it: twice its index, and 1 if it is one of fc2; -1: none. Of its group, lanes
     // 0 to 2 have the three numbers.
@@ -354,7 +366,7 @@ struct Loader {
         turn = -1;
         if (lane == 0)
             turn -= before >= 0 ? schedule.first_of_fc2(a)
-                                : schedule.num_warps() + atomicAdd(a.counts + 2, 1);
+                                : schedule.num_warps() + taken_before(a.counts + 2);
     }
 
     __device__ __forceinline__ void look_ahead(const Arguments& a) {
@@ -376,12 +388,15 @@ struct Loader {
 
     __device__ __forceinline__ void advance(const Arguments& a) {
         part = next < 0 ? Part::NONE : next % 2 ? Part::FC2 : Part::FC1;
-        position = 0;
+        position = num_stages = 0;
         if (part == Part::NONE) return;
+        bool first = part == Part::FC1;
+        num_stages = (first ? a.hidden : a.width) / CHUNK;
         int each = schedule.each(a, part);
         group = next / 2 / each;
-        row = next / 2 % each * (part == Part::FC1 ? ROWS / 2 : ROWS);
+        row = next / 2 % each * (first ? ROWS / 2 : ROWS);
         expert = __shfl_sync(~0u, next_info, 0);
+        global = (first ? a.globals1 : a.globals2)[expert];
         int first_place = __shfl_sync(~0u, next_info, 1);
         num_slots = __shfl_sync(~0u, next_info, 2);
 #pragma unroll
@@ -393,7 +408,7 @@ struct Loader {
     }
 
     __device__ __forceinline__ void load(const Arguments& a, const Maps& maps) {
-        if (position == stages_of(a, part)) advance(a);
+        if (position == num_stages) advance(a);
         if (part == Part::NONE) return;
         bool with_scales = position % 2 == 0;
         if (with_scales) scale_stage ^= 1;
@@ -410,7 +425,7 @@ struct Loader {
                          barrier);
         }
         stage = stage == STAGES - 1 ? 0 : stage + 1;
-        if (++position == stages_of(a, part)) look_ahead(a);
+        if (++position == num_stages) look_ahead(a);
     }
 };
 
@@ -427,7 +442,8 @@ struct Reader {
 // The item that a warp multiplies.
 struct Item {
     Part part;
-    int row, group;
+    int num_stages, row, group;
+    float global;
     int slots[GROUP_SLOTS / 8];
 };
 
@@ -462,11 +478,12 @@ __device__ __forceinline__ void load_operands(uint4& to, const uint4* from) {
 // Where a lane's operands are of a token. Where there is none they are those of the group's first
 // token: of the columns of an MMA that have no token nothing is stored.
 __device__ __forceinline__ const uint4* operands_of(
-    const Arguments& a, const Item& item, int n, int lane) {
-    bool first = item.part == Part::FC1;
-    int other = __shfl_sync(~0u, item.slots[0], 0);
-    int row = item.slots[n] >= 0 ? item.slots[n] : other;
-    if (first) row /= a.num_slots / a.num_tokens;
+    const Arguments& a, Part part, const int (&slots)[GROUP_SLOTS / 8], int n, int lane) {
+    bool first = part == Part::FC1;
+    int other = __shfl_sync(~0u, slots[0], 0);
+    int row = slots[n] >= 0 ? slots[n] : other;
+    // Exact, as there are at most MAX_SLOTS.
+    if (first) row = static_cast<int>((static_cast<float>(row) + 0.5f) * a.tokens_of_slot);
     return reinterpret_cast<const uint4*>(first ? a.operands1 : a.operands2) +
            static_cast<int64_t>(row) * ((first ? a.hidden : a.width) / 8) + lane % 4;
 }
@@ -478,22 +495,37 @@ __device__ __forceinline__ const uint4* operands_of(
 template <int NT>
 constexpr int PART = 4 / NT;
 
-// Operands of tokens: of the current part and of the next one, by turns.
+// Operands of tokens: four of the current part and four of the next one, by turns.
+using Operands = uint4[8];
+
 template <int NT>
-using Operands = uint4[2][PART<NT>][NT];
+__device__ __forceinline__ constexpr int place_of(int word, int n) {
+    return (word / PART<NT> % 2 * PART<NT> + word % PART<NT>) * NT + n;
+}
 
 template <int NT, int WORD>
-__device__ __forceinline__ void load_part(
-    Operands<NT>& operands, const uint4* const (&from)[NT]) {
-    constexpr int TURN = WORD / PART<NT> % 2;
+__device__ __forceinline__ void load_part(Operands& operands, const uint4* const (&from)[NT]) {
 #pragma unroll
     for (int n = 0; n < NT; ++n) {
-        load_operands<WORD>(operands[TURN][0][n], from[n]);
-        load_operands<WORD + 1>(operands[TURN][1][n], from[n]);
+        load_operands<WORD>(operands[place_of<NT>(WORD, n)], from[n]);
+        load_operands<WORD + 1>(operands[place_of<NT>(WORD + 1, n)], from[n]);
         if constexpr (PART<NT> == 4) {
-            load_operands<WORD + 2>(operands[TURN][2][n], from[n]);
-            load_operands<WORD + 3>(operands[TURN][3][n], from[n]);
+            load_operands<WORD + 2>(operands[place_of<NT>(WORD + 2, n)], from[n]);
+            load_operands<WORD + 3>(operands[place_of<NT>(WORD + 3, n)], from[n]);
         }
+    }
+}
+
+// Loads the first part of the item that the ring is filled with.
+__device__ __forceinline__ void begin(
+    const Arguments& a, const Loader& loader, Operands& operands) {
+    const uint4* first[1] = {operands_of(a, loader.part, loader.slots, 0, loader.lane)};
+    if (loader.num_slots <= 8) {
+        load_part<1, 0>(operands, first);
+    } else {
+        const uint4* both[2] = {first[0],
+                                operands_of(a, loader.part, loader.slots, 1, loader.lane)};
+        load_part<2, 0>(operands, both);
     }
 }
 
@@ -501,15 +533,13 @@ __device__ __forceinline__ void load_part(
 template <int NT>
 __device__ __forceinline__ void multiply(
     const Arguments& a, const Maps& maps, const Item& item, Loader& loader, Reader& reader,
-    float (&sums)[2][NT][4]) {
-    int lane = loader.lane, g = lane / 4, t = lane % 4, num_stages = stages_of(a, item.part);
-    Operands<NT> operands{};
+    Operands& operands, float (&sums)[2][NT][4]) {
+    int lane = loader.lane, g = lane / 4, t = lane % 4;
     const uint4* from[NT];
 #pragma unroll
-    for (int n = 0; n < NT; ++n) from[n] = operands_of(a, item, n, lane);
-    load_part<NT, 0>(operands, from);
+    for (int n = 0; n < NT; ++n) from[n] = operands_of(a, item.part, item.slots, n, lane);
 #pragma unroll 1
-    for (int step = 0; step < num_stages; ++step) {
+    for (int step = 0; step < item.num_stages; ++step) {
         barrier_wait(loader.barriers + reader.stage * 8, reader.parity);
         if (step % 2 == 0) reader.scale_stage ^= 1;
         uint32_t scales = loader.ring + STAGES * CODE_BYTES + reader.scale_stage * SCALE_BYTES +
@@ -552,7 +582,7 @@ __device__ __forceinline__ void multiply(
                 int word = unit * 4 + i;
                 if (word % PART<NT> == 0) {
                     int next = (word + PART<NT>) % WORDS;
-                    if (next == 0 && step + 1 < num_stages) {
+                    if (next == 0 && step + 1 < item.num_stages) {
 #pragma unroll
                         for (int n = 0; n < NT; ++n) from[n] += CHUNK / 8;
                     }
@@ -563,8 +593,6 @@ __device__ __forceinline__ void multiply(
                     // Keeps the compiler from putting these loads off until they are needed.
                     __syncwarp();
                 }
-                const uint4(&current)[NT] =
-                    operands[word / PART<NT> % 2][word % PART<NT>];
 #pragma unroll
                 for (int m = 0; m < 2; ++m) {
                     uint32_t pairs[2][4];
@@ -578,10 +606,11 @@ __device__ __forceinline__ void multiply(
                     }
 #pragma unroll
                     for (int n = 0; n < NT; ++n) {
+                        const uint4& token = operands[place_of<NT>(word, n)];
                         multiply_add(sums[m][n], pairs[0][0], pairs[1][0], pairs[0][1],
-                                     pairs[1][1], current[n].x, current[n].y);
+                                     pairs[1][1], token.x, token.y);
                         multiply_add(sums[m][n], pairs[0][2], pairs[1][2], pairs[0][3],
-                                     pairs[1][3], current[n].z, current[n].w);
+                                     pairs[1][3], token.z, token.w);
                     }
                 }
             }
@@ -722,23 +751,27 @@ __device__ __forceinline__ void await_fc1(
 
 template <int NT>
 __device__ __forceinline__ void process(
-    const Arguments& a, const Maps& maps, const Item& item, Loader& loader, Reader& reader) {
-    bool first = item.part == Part::FC1;
-    float factor = *(first ? a.input_global1 : a.input_global2) *
-                   (first ? a.globals1 : a.globals2)[loader.expert] * (UNIT * UNIT);
-    float global = *a.input_global2;
+    const Arguments& a, const Maps& maps, const Item& item, Loader& loader, Reader& reader,
+    Operands& operands, float2 input_globals, bool& begun, bool& all_done) {
     float sums[2][NT][4];
 #pragma unroll
     for (int n = 0; n < NT; ++n) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) sums[0][n][i] = sums[1][n][i] = 0.0f;
     }
-    multiply<NT>(a, maps, item, loader, reader, sums);
-    if (first) {
-        finish_fc1<NT>(a, item, loader.lane, factor, global, sums);
+    multiply<NT>(a, maps, item, loader, reader, operands, sums);
+    // The next item begins before this one ends, unless it may have to wait for this one.
+    begun = loader.part == item.part || loader.part == Part::FC1;
+    if (begun) {
+        if (loader.part == Part::FC2) await_fc1(a, loader.group, loader, all_done);
+        begin(a, loader, operands);
+    }
+    float unit = item.global * (UNIT * UNIT);
+    if (item.part == Part::FC1) {
+        finish_fc1<NT>(a, item, loader.lane, input_globals.x * unit, input_globals.y, sums);
         report_fc1(a, item, loader.lane);
     } else {
-        finish_fc2<NT>(a, item, loader.lane, factor, sums);
+        finish_fc2<NT>(a, item, loader.lane, input_globals.y * unit, sums);
     }
 }
 
@@ -753,6 +786,13 @@ __global__ void __launch_bounds__(THREADS, 1)
     if (loader.lane < STAGES) barrier_init(loader.barriers + loader.lane * 8);
     fence_barriers();
     __syncwarp();
+    if (warp == 0 && is_elected()) {
+        fetch_map(maps.codes1);
+        fetch_map(maps.scales1);
+        fetch_map(maps.codes2);
+        fetch_map(maps.scales2);
+    }
+    __syncwarp();
     wait_for_previous();
     let_next_start();
     loader.schedule = {a.counts[0]};
@@ -761,13 +801,20 @@ __global__ void __launch_bounds__(THREADS, 1)
 #pragma unroll 1
     for (int i = 0; i < STAGES - 1; ++i) loader.load(a, maps);
     Reader reader;
-    bool all_done = false;
+    float2 input_globals{*a.input_global1, *a.input_global2};
+    bool begun = false, all_done = false;
+    Operands operands{};
     while (loader.part != Part::NONE) {
-        Item item{
-            loader.part, loader.row, loader.group, {loader.slots[0], loader.slots[1]}};
-        if (item.part == Part::FC2) await_fc1(a, item.group, loader, all_done);
-        if (loader.num_slots <= 8) process<1>(a, maps, item, loader, reader);
-        else process<2>(a, maps, item, loader, reader);
+        Item item{loader.part, loader.num_stages, loader.row, loader.group, loader.global,
+                  {loader.slots[0], loader.slots[1]}};
+        if (!begun) {
+            if (item.part == Part::FC2) await_fc1(a, item.group, loader, all_done);
+            begin(a, loader, operands);
+        }
+        if (loader.num_slots <= 8)
+            process<1>(a, maps, item, loader, reader, operands, input_globals, begun, all_done);
+        else
+            process<2>(a, maps, item, loader, reader, operands, input_globals, begun, all_done);
     }
 }
 
@@ -867,8 +914,7 @@ int64_t blocks_for(int64_t threads, int of_block) { return (threads + of_block -
 
 extern "C" {
 
-// Starts the three kernels; gives a cudaError_t, -1 for sizes without kernel, or -2 if the driver
-// describes no such matrices to the copy engine.
+// Starts the three kernels; gives a cudaError_t, or -1 for sizes without kernel.
 int trace_routed_experts(
     const void* codes1, const void* scales1, const void* globals1, const void* codes2,
     const void* scales2, const void* globals2, const void* input_global1,
@@ -903,7 +949,8 @@ int trace_routed_experts(
                 static_cast<int*>(order),
                 static_cast<int4*>(groups),
                 static_cast<int*>(counts),
-                num_tokens, num_tokens * slots_of_token, num_experts, hidden, width};
+                num_tokens, num_tokens * slots_of_token, num_experts, hidden, width,
+                1.0f / static_cast<float>(slots_of_token)};
     Maps maps;
     if (!describe(maps.codes1, codes1, hidden / 2, width, 2 * num_experts, CHUNK / 2, ROWS / 2,
                   2) ||
