@@ -7,9 +7,11 @@ in any order and add the partial sums.
 from __future__ import annotations
 
 import hashlib
+import os
 import struct
+from collections import deque
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
@@ -18,8 +20,10 @@ from megatron_trace.formats import BLOCK_SIZE, MX_BLOCK_SIZE
 _MODULUS = 1 << 128
 # Of codes and scale bytes, held a second time on the device while they are copied.
 _BYTES_AT_ONCE = 64 << 20
-# That hash matrices at a time.
-_THREADS = 4
+# So that a few times as many bytes wait on the host, not those of all matrices.
+_BATCHES_HASHING = 2
+# SHA-256 of a core without instructions for it is a few hundred MB a second, of 17 GiB at 35B.
+_THREADS = min(32, os.cpu_count() or 1)
 
 
 def matrix_digest(
@@ -63,14 +67,17 @@ def matrix_digest(
 
 
 class DigestSum:
-    """The sum of `matrix_digest` of many matrices, which come to the host many at a time.
+    """The sum of `matrix_digest` of many matrices, which threads hash while more are added.
 
-    One by one, each would wait for the device three times.
+    Those of a device come to the host many at a time: one by one, each would wait for it three
+    times.
     """
 
     def __init__(self) -> None:
         self._total = self._num_bytes = 0
         self._waiting: list[tuple[tuple[int, int, str], list[torch.Tensor]]] = []
+        self._hashing: deque[list[Future[int]]] = deque()
+        self._threads = ThreadPoolExecutor(_THREADS)
 
     def add(
         self,
@@ -93,14 +100,23 @@ class DigestSum:
     def total(self) -> int:
         """Gives the sum of the digests of all matrices."""
         self._hash()
+        self._collect(0)
         return self._total
 
     def _hash(self) -> None:
-        places = [place for place, _ in self._waiting]
         matrices = _on_host([parts for _, parts in self._waiting])
-        with ThreadPoolExecutor(_THREADS) as threads:
-            self._total += sum(threads.map(_digest_at, places, matrices))
+        self._hashing.append(
+            [
+                self._threads.submit(_digest_at, place, parts)
+                for (place, _), parts in zip(self._waiting, matrices, strict=True)
+            ]
+        )
         self._waiting, self._num_bytes = [], 0
+        self._collect(_BATCHES_HASHING)
+
+    def _collect(self, num_left: int) -> None:
+        while len(self._hashing) > num_left:
+            self._total += sum(digest.result() for digest in self._hashing.popleft())
 
 
 def _digest_at(place: tuple[int, int, str], parts: list[torch.Tensor]) -> int:

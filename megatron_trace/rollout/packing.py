@@ -1,17 +1,14 @@
 """Weights from the trainer into packed experts that have no BF16 weights beside them.
 
 Matrices of a layer are quantised some at a time, as each by itself would have the host launch
-dozens of kernels, and digested by threads on the host meanwhile.
+dozens of kernels, and digested on the host meanwhile.
 
 Legend: N experts that are packed together, O output features, K input features of a matrix.
 """
 
 from __future__ import annotations
 
-import os
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import cast
 
 import torch
@@ -19,7 +16,7 @@ import torch
 from megatron_trace.config import Implementation
 from megatron_trace.formats import NVFP4, ops
 from megatron_trace.formats.packed_matrix import PackedMatrix
-from megatron_trace.hints.weight_digest import combine_digests, matrix_digest
+from megatron_trace.hints.weight_digest import DigestSum, combine_digests
 from megatron_trace.models.hybrid import DecoderLayer, named_expert_linears
 from megatron_trace.rollout.moe import EngineMoELayer
 from megatron_trace.rollout.packed_experts import PackedRoutedExperts
@@ -28,9 +25,6 @@ from megatron_trace.rollout.weights import MatrixPlace, WeightRule, require_fini
 
 # Values of expert matrices that are packed together, 256 MiB in BF16.
 _GROUP_VALUES = 1 << 27
-_GROUPS_WAITING = 2
-# SHA-256 of a core without instructions for it is a few hundred MB a second, of 17 GiB at 35B.
-_DIGEST_THREADS = min(32, os.cpu_count() or 1)
 
 
 @torch.no_grad()
@@ -59,46 +53,29 @@ def pack_experts(
     Raises:
         ValueError: A weight is NaN or Inf.
     """
-    digests: list[int] = []
-    with ThreadPoolExecutor(_DIGEST_THREADS) as threads:
-        digesting: deque[list[Future[int]]] = deque()
-        for layer, matrix, members in _expert_groups(layers):
-            places = [(layer.index, expert, matrix) for expert, _ in members]
-            matrices = _packed_group(
-                [given[id(weight)] for _, weight in members],
-                places,
-                power_of_two_scales=power_of_two_scales,
-                implementation=implementation,
-                rule=rule,
-            )
-            moe = cast("EngineMoELayer", layer.moe)
-            packed = cast("PackedRoutedExperts", moe.routed_experts)
-            packed.take_several(members[0][0], matrix, matrices)
-            # What is kept is not to be in pinned memory, of which there is little.
-            on_host = [
-                _on_host(part, pinned=keep is None)
-                for part in (matrices.packed_codes, matrices.scale_bytes, matrices.global_scale)
-            ]
-            parts = [PackedMatrix(*part) for part in zip(*on_host, strict=True)]
+    digests = DigestSum()
+    for layer, matrix, members in _expert_groups(layers):
+        places = [(layer.index, expert, matrix) for expert, _ in members]
+        matrices = _packed_group(
+            [given[id(weight)] for _, weight in members],
+            places,
+            power_of_two_scales=power_of_two_scales,
+            implementation=implementation,
+            rule=rule,
+        )
+        moe = cast("EngineMoELayer", layer.moe)
+        packed = cast("PackedRoutedExperts", moe.routed_experts)
+        packed.take_several(members[0][0], matrix, matrices)
+        # What is kept is not to be in pinned memory, of which there is little.
+        on_host = [
+            _on_host(part, pinned=keep is None)
+            for part in (matrices.packed_codes, matrices.scale_bytes, matrices.global_scale)
+        ]
+        for place, *parts in zip(places, *on_host, strict=True):
+            digests.add(*place, *parts)
             if keep is not None:
-                keep |= dict(zip(places, parts, strict=True))
-            digesting.append(
-                [
-                    threads.submit(
-                        matrix_digest,
-                        *place,
-                        part.packed_codes,
-                        part.scale_bytes,
-                        part.global_scale,
-                    )
-                    for place, part in zip(places, parts, strict=True)
-                ]
-            )
-            # So that codes of a few groups wait on the host, not those of all experts.
-            while len(digesting) > _GROUPS_WAITING:
-                digests += [digest.result() for digest in digesting.popleft()]
-        digests += [digest.result() for group in digesting for digest in group]
-    return combine_digests(digests)
+                keep[place] = PackedMatrix(*parts)
+    return combine_digests([digests.total()])
 
 
 def _on_host(tensor: torch.Tensor, *, pinned: bool) -> torch.Tensor:
