@@ -5,11 +5,13 @@
 
 Layers of a published model with random weights (FP4 experts and KV cache, hints of the latter half
 at one bit), the engine's own steps: scheduling, forward, recording, sampling, bookkeeping. Requests
-are moved to a length with random keys, values and states (`testing/long_decode.py`). Each round
-times so many steps without and with recording, or the other way round, in one process and on one
-server; printed is the median over the rounds. `one by one` are Megatron's experts, which wait for
-the device; `kernels` are the padded steps that are captured, launched kernel by kernel; `graphs`
-replays them. `--profile` tells by kernel what recording adds on the device, and where the host is.
+are moved to a length with random keys, values and states (`testing/long_decode.py`). A round times
+so many steps without and with recording, or the other way round, amid one rollout; rounds are many
+and short, as a step's time on the host varies by more than recording costs. Printed is the median
+over the rounds of the ratio of both, its interval of 95 % by bootstrap over the rounds, and whether
+the interval is within 2 %. `one by one` are Megatron's experts, which wait for the device;
+`kernels` are the padded steps that are captured, launched kernel by kernel; `graphs` replays them.
+`--profile` tells by kernel what recording adds on the device, and where the host is.
 """
 
 # ruff: noqa: E402  The stand-in for the CUDA runtime must be installed before Megatron is imported.
@@ -20,41 +22,35 @@ from megatron_trace.testing import cpu_runtime
 cpu_runtime.install()
 
 import argparse
-import contextlib
-import cProfile
 import dataclasses
 import faulthandler
 import gc
-import io
 import json
-import pstats
 import statistics
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
+from bench_step_pairs import paired_ratio
+from bench_step_profile import Collections
 
 from megatron_trace.config import TraceConfig
 from megatron_trace.models.local_config import architecture_config
 from megatron_trace.models.presets import PRESETS, preset
-from megatron_trace.rollout import SamplingSettings
 from megatron_trace.rollout.decode_graphs import DecodeGraphs
 from megatron_trace.rollout.packed_experts import implementation_of
 from megatron_trace.rollout.policy import ServedPolicy
 from megatron_trace.rollout.serving import EngineLimits, Server
-from megatron_trace.testing.long_decode import (
-    begin_decoding,
-    fill_cache,
-    fill_experts,
-    fill_states,
-    move_to,
-    random_settings,
-)
+from megatron_trace.testing.long_decode import LongDecode, fill_experts, random_settings
 from megatron_trace.testing.single_process import single_process
+from megatron_trace.testing.step_profile import host_profile, profiled
 
 PAGE_TOKENS = 64
-WARM_UP = 4
+WARM_UP = 3
+PROFILED_STEPS = 50
+# On over off, of the time of a step.
+MOST = 1.02
 FORWARDS = {"one by one": None, "kernels": False, "graphs": True}
 STARTED = time.perf_counter()
 
@@ -117,105 +113,70 @@ def server_of(policy: ServedPolicy, batch: int, captured: bool | None) -> Server
     )
 
 
-class Batch:
-    """Decodes on one server.
-
-    Args:
-        server: The server.
-        batch: Requests.
-        context: Tokens of each request.
-        steps: Steps that are timed at once; they stay within a page.
-    """
-
-    def __init__(self, server: Server, batch: int, context: int, steps: int) -> None:
-        if WARM_UP + steps >= PAGE_TOKENS:
-            raise ValueError(f"{WARM_UP} + {steps} steps do not stay within a page")
-        self.server, self.batch, self.context, self.steps = server, batch, context, steps
-
-    def step_ms(
-        self, *, keep: bool, during: contextlib.AbstractContextManager[Any] | None = None
-    ) -> float:
-        """Gives the time of a step, with or without recording; `during` is entered meanwhile."""
-        server, count = self.server, self.batch
-        sampling = SamplingSettings(max_new_tokens=server.context.max_sequence_length)
-        with server.computing():
-            run = server.begin(sampling=sampling, keep=keep)
-            prompts = [[index % server.model.vocab_size] for index in range(count)]
-            server.add(prompts, [f"s{index}" for index in range(count)], list(range(count)))
-            begin_decoding(server)
-            move_to(server.context, 2)
-            fill_cache(server.context)
-            run.step()
-            # Slots are set to zero in the first step.
-            fill_states(server.context)
-            move_to(server.context, max(2, self.context // PAGE_TOKENS * PAGE_TOKENS + 1))
-            for _ in range(WARM_UP):
-                run.step()
-            torch.cuda.synchronize()
-            with during or contextlib.nullcontext():
-                started = time.perf_counter()
-                for _ in range(self.steps):
-                    run.step()
-                torch.cuda.synchronize()
-                elapsed_ms = 1000 * (time.perf_counter() - started)
-            server.reset()
-        return elapsed_ms / self.steps
-
-
 def measured(policy: ServedPolicy, options: argparse.Namespace, batch: int, name: str) -> Any:
     """Gives the row of a batch and a way of computing its forward."""
     server = server_of(policy, batch, FORWARDS[name])
-    decode = Batch(server, batch, options.context, options.steps)
-    for keep in (False, True):  # Compiles, and captures.
-        say(f"batch {batch}, {name}, recording {keep}: first {decode.step_ms(keep=keep):.2f} ms")
-    rounds = []
-    for number in range(options.rounds):
-        # What comes first in a round changes, so that a drift adds to neither.
-        order = (False, True) if number % 2 == 0 else (True, False)
-        times = {keep: decode.step_ms(keep=keep) for keep in order}
-        rounds.append([times[False], times[True]])
-        say(f"batch {batch}, {name}: off {times[False]:.3f} ms, on {times[True]:.3f} ms")
-    off, on = (statistics.median(column) for column in zip(*rounds, strict=True))
-    recorder = policy.sites.recorder
-    row = {
+    times: dict[bool, list[float]] = {False: [], True: []}
+    with LongDecode(server, batch, keep=False).running() as decode:
+
+        def block_ms(*, keep: bool) -> float:
+            decode.record(keep)
+            return decode.mean_ms(options.context, warm_up=WARM_UP, steps=options.steps)
+
+        for keep in times:  # Compiles, and captures.
+            say(f"batch {batch}, {name}, recording {keep}: first {block_ms(keep=keep):.2f} ms")
+        with Collections() as collections:
+            for number in range(options.rounds):
+                # What comes first changes, so that a drift adds to neither.
+                for keep in times if number % 2 == 0 else reversed(times):
+                    times[keep].append(block_ms(keep=keep))
+        chosen = decode.distinct_experts()
+        if options.profile == name:
+            tell_profiles(decode)
+    off, on = (statistics.median(of_blocks) for of_blocks in times.values())
+    overhead = paired_ratio(times[True], times[False])
+    say(f"batch {batch}, {name}: {overhead} {overhead.verdict(MOST)} {MOST - 1:.0%}; {collections}")
+    return {
         "batch": batch,
         "forward": name,
         "off_ms": off,
         "on_ms": on,
         "off_tokens_per_s": 1000 * batch / off,
         "on_tokens_per_s": 1000 * batch / on,
-        "overhead": statistics.median(on / off - 1 for off, on in rounds),
-        "rounds": rounds,
+        "overhead": overhead.as_dict(MOST),
+        "blocks_ms": {"off": times[False], "on": times[True]},
+        "experts_read": chosen,
         "replayed": server.forward.num_replayed,
-        "ring_waits": recorder.num_waits,
+        "ring_waits": policy.sites.recorder.num_waits,
     }
-    if options.profile == name:
-        tell_profiles(decode)
-    return row
 
 
-def tell_profiles(decode: Batch) -> None:
+def tell_profiles(decode: LongDecode) -> None:
     """Prints what recording adds on the device by kernel, and where the host spends its time."""
-    kinds = torch.profiler.ProfilerActivity
-    kind = kinds.CUDA if torch.cuda.is_available() else kinds.CPU
-    clock = "self_device_time_total" if kind == kinds.CUDA else "self_cpu_time_total"
-    times = []
+    if torch.cuda.is_available():
+        found: list[dict[tuple[str, str], tuple[int, float]]] = []
+        for keep in (False, True):
+            decode.record(keep)
+            profiled(decode.step)  # The first use of a profiler takes its own time.
+            parts = profiled(decode.step)
+            for part, time in parts.items():
+                busy = f"busy {time.busy_us:.0f} of {time.span_us:.0f} us"
+                say(f"recording {keep}, {part}: {time.num_kernels} kernels, {busy}")
+            found.append(
+                {
+                    (part, kernel): sums
+                    for part, time in parts.items()
+                    for kernel, sums in time.kernels.items()
+                }
+            )
+        off, on = found
+        nothing = 0, 0.0
+        added = {key: on.get(key, nothing)[1] - off.get(key, nothing)[1] for key in off | on}
+        for key in sorted(added, key=lambda key: -abs(added[key]))[:16]:
+            print(f"  {added[key]:+8.1f} us to {off.get(key, nothing)[1]:8.1f}  {': '.join(key)}")
     for keep in (False, True):
-        profiler = torch.profiler.profile(activities=[kind])
-        decode.step_ms(keep=keep, during=profiler)
-        times.append({event.key: getattr(event, clock) for event in profiler.key_averages()})
-    off, on = times
-    added = {key: (on.get(key, 0.0) - off.get(key, 0.0)) / decode.steps for key in off | on}
-    total = sum(off.values()) / decode.steps
-    say(f"device, us a step: {total:.0f} without recording, which adds {sum(added.values()):.1f}")
-    for key in sorted(added, key=lambda key: -abs(added[key]))[:16]:
-        print(f"  {added[key]:+8.1f} to {off.get(key, 0.0) / decode.steps:8.1f}  {key[:90]}")
-    for keep in (False, True):
-        profile = cProfile.Profile()
-        decode.step_ms(keep=keep, during=profile)
-        text = io.StringIO()
-        pstats.Stats(profile, stream=text).sort_stats("tottime").print_stats(25)
-        say(f"host, {decode.steps} steps, recording {keep}:\n{text.getvalue()}")
+        decode.record(keep)
+        say(f"recording {keep}, {host_profile(decode.step, calls=PROFILED_STEPS)}")
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -233,10 +194,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--hint-layers", default="latter_half")
     parser.add_argument("--kv-attention", default="auto")
     parser.add_argument("--packed-experts", default="auto", help="off: grouped products in BF16")
-    parser.add_argument("--batches", nargs="+", type=int, default=[8, 64, 256])
+    parser.add_argument("--batches", nargs="+", type=int, default=[8, 64, 138])
     parser.add_argument("--context", type=int, default=8192, help="tokens of each request")
-    parser.add_argument("--steps", type=int, default=50, help="that are timed at once, default 50")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=10, help="that are timed at once, default 10")
+    parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument(
         "--forwards", nargs="+", choices=FORWARDS, help="default graphs, with --cpu kernels"
     )
@@ -273,7 +234,8 @@ def main(arguments: list[str] | None = None) -> None:
         print(
             f"batch {row['batch']:4d}  {row['forward']:10s}  off {row['off_ms']:7.3f} ms  on "
             f"{row['on_ms']:7.3f} ms  {row['on_tokens_per_s']:8.0f} tokens/s  recording "
-            f"{100 * row['overhead']:+.2f} %"
+            f"{row['overhead']['median'] - 1:+.2%} [{row['overhead']['low'] - 1:+.2%}, "
+            f"{row['overhead']['high'] - 1:+.2%}]  {row['overhead']['verdict']} {MOST - 1:.0%}"
         )
 
 

@@ -48,7 +48,7 @@ class StepTime:
 
 
 class LongDecode:
-    """A batch that a server decodes, at lengths that only grow.
+    """A batch that a server decodes, at lengths whose pages only grow.
 
     Args:
         server: A server of exactly `batch` requests at most, so that no step has padding.
@@ -58,6 +58,7 @@ class LongDecode:
 
     def __init__(self, server: Server, batch: int, *, keep: bool) -> None:
         self.server, self.batch, self._keep = server, batch, keep
+        self._names = {number: f"long-{number}" for number in range(batch)}
         self._run: Run | None = None
         # Events that a captured graph records too.
         self._events = [torch.cuda.Event(enable_timing=True, external=True) for _ in range(2)]
@@ -66,12 +67,11 @@ class LongDecode:
     def running(self) -> Iterator[LongDecode]:
         """Begins the requests, and drops them in the end."""
         server, count = self.server, self.batch
-        names = [f"long-{index}" for index in range(count)]
         prompts = [[index % server.model.vocab_size] for index in range(count)]
         sampling = SamplingSettings(max_new_tokens=server.context.max_sequence_length)
         with server.computing(), self._timed_decoder():
             self._run = server.begin(sampling=sampling, keep=self._keep)
-            server.add(prompts, names, list(range(count)))
+            server.add(prompts, list(self._names.values()), list(self._names))
             begin_decoding(server)
             move_to(server.context, 2)
             fill_cache(server.context)
@@ -92,28 +92,45 @@ class LongDecode:
             warm_up: Steps before.
             steps: Steps that are timed.
         """
-        run, context = self._run, self.server.context
-        assert run is not None, "within `running`"
-        page = context.block_size_tokens
-        if warm_up + steps >= page:
-            raise ValueError(f"{warm_up} + {steps} steps do not stay within a page of {page}")
-        move_to(context, context_tokens // page * page + 1)
+        self._move_to(context_tokens, warm_up + steps)
         walls, decoders = [], []
         for _ in range(warm_up + steps):
             torch.cuda.synchronize()
             started = time.perf_counter()
-            run.step()
+            self.step()
             torch.cuda.synchronize()
             walls.append(1000 * (time.perf_counter() - started))
             decoders.append(self._decoder_ms())
-        active = context.total_request_count - context.paused_request_count
-        if active != self.batch:
-            raise RuntimeError(f"{active} of {self.batch} requests are still active")
+        self._require_all_active()
         of_decoder = [ms for ms in decoders[warm_up:] if ms is not None]
         return StepTime(
             statistics.median(walls[warm_up:]),
             statistics.median(of_decoder) if len(of_decoder) == steps else None,
         )
+
+    def mean_ms(self, context_tokens: int, *, warm_up: int, steps: int) -> float:
+        """Gives the time of a step, mean of several that follow one another as in a rollout.
+
+        Args:
+            context_tokens: As of `times`; may be those of the call before.
+            warm_up: Steps before.
+            steps: Steps that are timed.
+        """
+        self._move_to(context_tokens, warm_up + steps)
+        for _ in range(warm_up):
+            self.step()
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        for _ in range(steps):
+            self.step()
+        torch.cuda.synchronize()
+        elapsed_s = time.perf_counter() - started
+        self._require_all_active()
+        return 1000 * elapsed_s / steps
+
+    def record(self, keep: bool) -> None:
+        """Says whether rows are recorded from the next step on."""
+        self.server.sites.recorder.start(self._names, keep=keep)
 
     def step(self) -> None:
         """Does one step more."""
@@ -126,6 +143,19 @@ class LongDecode:
         routers: list[Any] = [moe.router for moe in moes]
         chosen = [router.router_replay.get_recorded_indices()[: self.batch] for router in routers]
         return statistics.mean(len(indices.unique()) for indices in chosen)
+
+    def _move_to(self, context_tokens: int, steps: int) -> None:
+        """Moves all requests to a length from which so many steps stay within a page."""
+        page = self.server.context.block_size_tokens
+        if steps >= page:
+            raise ValueError(f"{steps} steps do not stay within a page of {page} tokens")
+        move_to(self.server.context, context_tokens // page * page + 1)
+
+    def _require_all_active(self) -> None:
+        context = self.server.context
+        active = context.total_request_count - context.paused_request_count
+        if active != self.batch:
+            raise RuntimeError(f"{active} of {self.batch} requests are still active")
 
     @contextlib.contextmanager
     def _timed_decoder(self) -> Iterator[None]:
@@ -220,7 +250,7 @@ def move_to(context: RolloutContext, length: int) -> None:
     """Gives every active request so many tokens before the one that it computes next.
 
     Args:
-        context: Its requests decode, and have fewer tokens.
+        context: Its requests decode, and have no page that lies behind this length.
         length: Tokens that count as computed.
 
     Raises:

@@ -77,6 +77,17 @@ def test_steps_are_timed_where_the_requests_are_said_to_be(trace_engine):
     assert tables.total_avail == tables.total_count - 1, "all pages are free again"
 
 
+def test_rows_are_kept_of_the_steps_for_which_recording_is_on(trace_engine):
+    server, recorder = _server(trace_engine, 3), trace_engine.sites.recorder
+    with LongDecode(server, 3, keep=False).running() as decode:
+        for length, keep in ((17, True), (33, False), (49, True)):
+            decode.record(keep)
+            assert decode.mean_ms(length, warm_up=1, steps=2) > 0
+        table = server.context.request_to_kv_block_ids[:3].long()
+        rows = (recorder._pages != 0).any(-1).view(-1, 16)[table].sum(0)
+    assert rows.sum(-1).tolist() == [0, 9, 0, 9], "of three steps of three requests, by page"
+
+
 def test_the_model_of_an_engine_that_is_gone_is_freed_when_another_is_built(weights):
     engine = tiny_engine(weights, "bf16")
     # So that Megatron remembers this one's layers.
