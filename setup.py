@@ -33,6 +33,8 @@ setup(
         "gpu": [
             "transformer-engine[pytorch]>=2.20,<2.21",
             "flash-linear-attention>=0.6,<0.7",
+            # fla's backward pass on Hopper: megatron_trace/models/fla_backward.py.
+            "tilelang>=0.1.15,<0.2; sys_platform == 'linux'",
         ],
         # Prompts in Parquet and of datasets, tokenizers with chat templates.
         "own": ["transformers>=5.24,<5.25", "pyarrow>=26,<27"],

@@ -148,10 +148,40 @@ def check_fla(_: Path) -> str:
     decay = -torch.rand(1, 128, 2, device="cuda")
     beta = torch.rand(1, 128, 2, device="cuda").bfloat16()
     got, expected = (
-        delta_rule_kernels(name).mix(query, key, value, decay, beta)[0] for name in ("fla", "torch")
+        delta_rule_kernels(name, trains=False).mix(query, key, value, decay, beta)[0]
+        for name in ("fla", "torch")
     )
     torch.testing.assert_close(got, expected, rtol=5e-2, atol=5e-2)
     return "the gated delta rule, as torch's"
+
+
+def check_fla_backward(_: Path) -> str:
+    """Compares the gradients of the same."""
+    import torch
+
+    from megatron_trace.models.delta_rule import delta_rule_kernels
+    from megatron_trace.models.fla_backward import fla_setup, why_fla_cannot_train
+    from megatron_trace.testing import delta_rule_gradients as rule
+
+    _require_gpu()
+    _module("fla")
+    reason = why_fla_cannot_train(fla_setup())
+    if reason is not None:
+        raise AbsentError(reason)
+    inputs = rule.random_inputs(
+        1,
+        256,
+        num_heads=2,
+        head_dim=128,
+        dtype=torch.bfloat16,
+        device=torch.device("cuda"),
+    )
+    exact = [x.float() for x in inputs]
+    expected = rule.output_and_gradients(delta_rule_kernels("torch").mix, exact)
+    found = rule.errors(expected, rule.output_and_gradients(delta_rule_kernels("fla").mix, inputs))
+    if not max(found.values()) < rule.TOLERANCE:
+        raise RuntimeError(f"gradients of the gated delta rule are not torch's: {found}")
+    return f"gradients of the gated delta rule, {max(found.values()):.1e} from torch's"
 
 
 def check_apex(_: Path) -> str:
@@ -248,6 +278,10 @@ CHECKS: dict[str, tuple[Callable[[Path], str], str]] = {
     "transformer_engine": (check_transformer_engine, "local experts (--trace-experts local)"),
     "te_fp4": (check_te_fp4, "products of BF16 matrices of dequantised values"),
     "fla": (check_fla, "the gated delta rule in torch (--trace-delta-rule torch), slow"),
+    "fla_backward": (
+        check_fla_backward,
+        "training by the gated delta rule in torch (--trace-delta-rule torch), slow",
+    ),
     "apex": (check_apex, "the optimizer of Transformer Engine or torch, by Megatron's own choice"),
     "collectives": (check_collectives, "nothing: training needs them"),
     "pinned_memory": (check_pinned_memory, "pageable memory: --trace-prefetch hides less"),

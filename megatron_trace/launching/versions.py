@@ -15,6 +15,7 @@ PACKAGES = (
     "nvidia-modelopt",
     "transformer-engine",
     "flash-linear-attention",
+    "tilelang",
     "apex",
     "numpy",
 )

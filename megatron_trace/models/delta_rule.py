@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from megatron.core.ssm import gated_delta_net as megatron_gdn
 
 from megatron_trace.config import DeltaRule
+from megatron_trace.models.fla_backward import fla_setup, why_fla_cannot_train
 
 CHUNK_TOKENS = 64
 _L2_EPS = 1e-6
@@ -46,16 +47,19 @@ class DeltaRuleKernels:
         return self.mix is mix
 
 
-def delta_rule_kernels(choice: DeltaRule, *, deterministic: bool = False) -> DeltaRuleKernels:
+def delta_rule_kernels(
+    choice: DeltaRule, *, deterministic: bool = False, trains: bool = True
+) -> DeltaRuleKernels:
     """Gives the kernels of a Gated DeltaNet on this process's device.
 
     Args:
         choice: `torch`, `fla`, or `auto`: fla on a GPU, torch on a CPU or if determinism is asked.
         deterministic: Whether equal inputs must give equal bits; fla's backward does not.
+        trains: Whether there will be a backward pass.
 
     Raises:
         ValueError: `choice` is unknown, or contradicts the device or `deterministic`.
-        RuntimeError: fla is chosen but not installed.
+        RuntimeError: fla is chosen but not installed, or has no backward pass here.
     """
     on_gpu = _device_is_gpu()
     if choice not in ("auto", "torch", "fla"):
@@ -75,6 +79,9 @@ def delta_rule_kernels(choice: DeltaRule, *, deterministic: bool = False) -> Del
             "installed; pip install 'megatron-trace[gpu]', or choose delta_rule=torch, which is "
             "slow"
         )
+    reason = why_fla_cannot_train(fla_setup()) if trains else None
+    if reason is not None:
+        raise RuntimeError(reason)
     return DeltaRuleKernels(_convolve_fla, _normalise_fla, _mix_fla)
 
 

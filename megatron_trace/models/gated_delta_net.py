@@ -6,7 +6,7 @@ on this rank, C channels of the convolution, W its taps, H value heads, K key di
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -49,9 +49,15 @@ class LocalGatedDeltaNet(GatedDeltaNet):
         pg_collection: Process groups.
         **kwargs: Further arguments of Megatron's layer.
 
+    Attributes:
+        trains: Whether there may be a backward pass.
+
     Raises:
         ValueError: The configuration asks for something that would be computed wrongly.
+        RuntimeError: The kernels are not here, or have no backward pass.
     """
+
+    trains: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -66,7 +72,9 @@ class LocalGatedDeltaNet(GatedDeltaNet):
         _require_supported(config, pg_collection)
         with compat.fla_not_needed():
             super().__init__(config, submodules, *args, pg_collection=pg_collection, **kwargs)
-        self.kernels = delta_rule_kernels(delta_rule, deterministic=config.deterministic_mode)
+        self.kernels = delta_rule_kernels(
+            delta_rule, deterministic=config.deterministic_mode, trains=self.trains
+        )
         self.v_heads_per_key_head = self.num_v_heads_local_tp // self.num_k_heads_local_tp
 
     @property

@@ -28,13 +28,15 @@ def build_meta_model(architecture: Architecture, *, mtp: bool = False) -> Hybrid
         perform_initialization=False,
         init_model_with_meta_device=True,
     )
+    pattern = architecture.pattern(mtp=mtp)
     with torch.device("meta"):
         return build_hybrid_model(
             config,
-            pattern=architecture.pattern(mtp=mtp),
+            pattern=pattern,
             vocab_size=architecture.vocab_size,
             max_sequence_length=1,
-            modules=HybridModules(),
+            # Nothing is computed, so that no kernels are needed.
+            modules=HybridModules(delta_rule="torch" if "G" in pattern else "auto"),
             rotary_percent=architecture.rope_share,
             rotary_base=architecture.rope_base,
         )

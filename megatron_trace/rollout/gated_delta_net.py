@@ -56,6 +56,8 @@ class EngineGatedDeltaNet(LocalGatedDeltaNet):
     continues from the states that were kept at the end of a block.
     """
 
+    trains = False
+
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
         hidden_states: torch.Tensor,

@@ -8,10 +8,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet, common
 
 from megatron_trace import compat
 from megatron_trace.models.delta_rule import normalise
+from megatron_trace.models.fla_backward import fla_setup, why_fla_cannot_train
 from megatron_trace.models.gated_delta_net import LocalGatedDeltaNet, _require_supported
 from megatron_trace.models.hybrid import (
     HybridModules,
@@ -178,3 +180,39 @@ def test_a_choice_of_kernels_without_a_layer_that_has_them_is_refused():
             max_sequence_length=32,
             modules=HybridModules(delta_rule="torch"),
         )
+
+
+@pytest.mark.gpu
+def test_a_layers_gradients_by_flas_kernels_are_those_by_torchs():
+    """A BF16 layer with the heads of Qwen3.5, its parameters too, against an FP32 one."""
+    reason = why_fla_cannot_train(fla_setup())
+    if reason is not None:
+        pytest.skip(reason)
+    heads = {"linear_num_key_heads": 16, "linear_num_value_heads": 32}
+    dims = {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
+    config = tiny_moe_config("GEGEGE*E", **QWEN_FIELDS, **heads, **dims)
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    submodules = gated_delta_net_spec(HybridModules()).submodules
+    torch.manual_seed(0)
+    nets = [
+        LocalGatedDeltaNet(
+            config, submodules, layer_number=1, pg_collection=groups, delta_rule=choice
+        ).cuda()
+        for choice in ("torch", "fla")
+    ]
+    nets[1].load_state_dict(nets[0].state_dict())
+    nets[0].bfloat16().float()
+    nets[1].bfloat16()
+    hidden, weights = (torch.randn(1000, 2, 128, device="cuda").bfloat16() for _ in range(2))
+    results = []
+    for net in nets:
+        leaf = hidden.to(net.A_log.dtype).requires_grad_()
+        output, _ = net(leaf)
+        grads = torch.autograd.grad(output, [leaf, *net.parameters()], weights.to(output.dtype))
+        results.append((output, *grads))
+    names = ("output", "hidden", *(name for name, _ in nets[0].named_parameters()))
+    errors = {
+        name: ((mine - other.float()).norm() / mine.norm()).item()
+        for name, mine, other in zip(names, *results, strict=True)
+    }
+    assert max(errors.values()) < 3e-2, errors
