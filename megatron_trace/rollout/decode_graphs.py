@@ -164,11 +164,12 @@ class EngineForward(GPTInferenceWrapper):
             self._graphs[key] = None
             return logits
         captured = self._graphs[key]
-        if captured is None:
-            captured = self._graphs[key] = self._capture(inference_input)
-        else:
+        if captured is not None:
+            captured.graph.replay()
             self._note(captured)
-        captured.graph.replay()
+        else:
+            captured = self._graphs[key] = self._capture(inference_input)
+            captured.graph.replay()
         self.num_replayed += 1
         return captured.logits
 

@@ -71,6 +71,9 @@ class Recorder:
         narrowed: Callable[[Site, torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
         self.places = frozenset(places)
+        self._sorted_places = sorted(self.places)
+        # Those whose rows are not in the cache, in the order of their columns.
+        self._recorded_places = [place for place in self._sorted_places if not place[1].is_cached]
         self.narrowed = narrowed or (lambda site, packed_codes: packed_codes)
         self.seconds = 0.0
         self.policy_version: int | None = None
@@ -165,8 +168,8 @@ class Recorder:
         """
         places = pages.long() * self._page_tokens + offsets.long()
         step = self._step = _Step(
-            request_ids.long().clone(),
-            positions.long().clone(),
+            request_ids.to(torch.int64, copy=True),
+            positions.to(torch.int64, copy=True),
             places,
             len(places) if num_padded is None else num_padded,
         )
@@ -178,10 +181,9 @@ class Recorder:
     def gather(self) -> None:
         """Writes the rows of the running step to the ring, after its forward; may be captured.
 
-        Nothing is written if a place is missing, which `end_step` reports.
+        Nothing is written if a place is missing, which `send` reports.
         """
-        step = self._step
-        places = self._recorded_places()
+        step, places = self._step, self._recorded_places
         if step is None or not self._keep or not places or not step.rows.keys() >= set(places):
             return
         rows = step.rows | self._narrowed_rows(step)
@@ -207,12 +209,19 @@ class Recorder:
         return rows
 
     def send(self) -> None:
-        """Sends what `gather` wrote to the host, and takes what has arrived of earlier steps."""
+        """Sends what `gather` wrote to the host, and takes what has arrived of earlier steps.
+
+        Raises:
+            RuntimeError: A place was not quantised once for every row of the running step.
+        """
         step = self._step
-        if step is None or not step.is_written or self._ring is None:
+        if step is None or not self._keep:
+            return
+        self._require_complete(step)
+        step.is_sent = True
+        if not step.is_written or self._ring is None:
             return
         started = time.perf_counter()
-        step.is_sent = True
         self._ring.send()
         self._ring.take_arrived()
         self.seconds += time.perf_counter() - started
@@ -228,21 +237,18 @@ class Recorder:
             self._step.is_written = self._keep and self._ring is not None
 
     def end_step(self) -> None:
-        """Checks that every place was quantised once for every row of the running step.
+        """Ends the running step; gathers and sends its rows if nobody did.
 
         Raises:
-            RuntimeError: A place was not.
+            RuntimeError: See `send`.
         """
-        step = self._step
-        if step is not None and self._keep:
-            self._require_complete(step)
-            if not step.is_sent:
-                self.gather()
-                self.send()
+        if self._step is not None and not self._step.is_sent:
+            self.gather()
+            self.send()
         self._step = None
 
     def _require_complete(self, step: _Step) -> None:
-        for layer, site in sorted(self.places):
+        for layer, site in self._sorted_places:
             put = step.times_put[layer, site]
             slots = step.num_slots.get((layer, site), 0)
             expected = step.num_padded * slots if slots else 1
@@ -459,10 +465,6 @@ class Recorder:
         kept = self._pages.view(torch.uint8)
         for columns, values in zip(self._columns[place], rows, strict=True):
             kept[pages * self._page_tokens + offsets, columns] = values
-
-    def _recorded_places(self) -> list[Place]:
-        """Gives the places whose rows are not in the cache, in the order of their columns."""
-        return sorted(place for place in self.places if not place[1].is_cached)
 
     @torch.inference_mode(False)
     def _new_ring(self, places: list[Place], parts: list[torch.Tensor]) -> RowRing:

@@ -45,9 +45,9 @@ class RowRing:
             they were written; the rows are overwritten after the call.
 
     Attributes:
-        index: int64 [largest M] on the device: the ring's row of each row of the running step;
-            that of padding is a row that nobody reads. Its address stays, so that a captured graph
-            writes where the next step's rows belong.
+        index: int64 [largest M] on the device: the ring's row of each row of the next step. Those
+            of its padding are rows that the step after it writes. The address stays, so that a
+            captured graph writes where its rows belong.
         num_waits: How often the host waited for a copy because the ring was full.
     """
 
@@ -63,9 +63,9 @@ class RowRing:
     ) -> None:
         self.num_rows, self.row_bytes = num_rows, row_bytes
         self._sink = sink
-        self._rows = torch.zeros(num_rows + 1, row_bytes, dtype=torch.uint8, device=device)
+        self._rows = torch.zeros(num_rows, row_bytes, dtype=torch.uint8, device=device)
         self._order = torch.arange(num_rows + largest_step, device=device) % num_rows
-        self.index = torch.full((largest_step,), num_rows, device=device)
+        self.index = self._order[:largest_step].clone()
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._arrived = self._rows
         if self._stream is not None:
@@ -91,17 +91,14 @@ class RowRing:
             RuntimeError: The ring is smaller than the step.
         """
         count = len(places)
-        if count > self.num_rows or num_padded > len(self.index):
+        if num_padded > min(self.num_rows, len(self.index)):
             raise RuntimeError(
                 f"a step of {count} rows, {num_padded} with padding, does not fit into a ring of "
                 f"{self.num_rows} rows for steps of {len(self.index)}"
             )
-        while self._written + count - self._taken > self.num_rows:
+        while self._written + num_padded - self._taken > self.num_rows:
             self.num_waits += not self._has_arrived(self._under_way[0])
             self._take_oldest()
-        start = self._written % self.num_rows
-        self.index[:count].copy_(self._order[start : start + count])
-        self.index[count:num_padded].fill_(self.num_rows)
         self._running = places
 
     def write(self, rows: torch.Tensor) -> None:
@@ -110,12 +107,14 @@ class RowRing:
         self._rows.view(wide).index_copy_(0, self.index[: len(rows)], rows.view(wide))
 
     def send(self) -> None:
-        """Starts the copies of the running step's rows to host memory."""
+        """Starts the copies of the running step's rows to host memory, and says where more go."""
         places, self._running = self._running, None
         assert places is not None, "begin comes first"
         step = _Step(self._written, places, self._copy(len(places)))
         self._written += len(places)
         self._under_way.append(step)
+        start = self._written % self.num_rows
+        self.index.copy_(self._order[start : start + len(self.index)])
 
     def take_arrived(self) -> None:
         """Hands rows that have arrived to the sink, without waiting."""

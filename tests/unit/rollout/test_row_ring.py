@@ -85,4 +85,15 @@ def test_the_index_of_rows_stays_where_a_captured_graph_reads_it():
     for _ in range(4):
         _step(ring, [1, 2, 3], padding=1)
     assert ring.index.data_ptr() == address
-    assert ring.index[3] == ring.num_rows
+    assert ring.index.tolist() == [row % 7 for row in range(12, 18)]
+
+
+def test_padding_is_not_written_over_rows_that_are_under_way():
+    ring = _ring(sink := _Sink())
+    _step(ring, [1, 2, 3, 4])
+    _step(ring, [5], padding=2)  # The ring is full to its last row.
+    assert sink.places == []
+    _step(ring, [6], padding=2)
+    assert sink.places == [1, 2, 3, 4]
+    ring.take_all()
+    assert sink.places == sink.values == [1, 2, 3, 4, 5, 6]
