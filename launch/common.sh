@@ -58,16 +58,18 @@ begin() { # begin: says what runs, refuses what cannot, makes the log folder.
         nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST${SLURM_JOB_NODELIST_HET_GROUP_1:+,$SLURM_JOB_NODELIST_HET_GROUP_1}" | wc -l)
         preflight --slurm-nodes "$nodes" ${CUDA_VISIBLE_DEVICES:+--visible-devices "$CUDA_VISIBLE_DEVICES"}
     fi
+    local flags=()
+    if ((TRAINS)); then flags=(/dev "${MODEL_FLAGS[@]}" "${TRAIN_FLAGS[@]}"); fi
     if [[ $KIND == disaggregated ]]; then
-        HET_GROUP=0 check_nodes nodes-training "$NODES"
+        HET_GROUP=0 check_nodes nodes-training "$NODES" "${flags[@]}"
         HET_GROUP=1 check_nodes nodes-rollout "$ROLLOUT_NODES"
     else
-        check_nodes nodes "$NODES"
+        check_nodes nodes "$NODES" ${flags[@]+"${flags[@]}"}
     fi
 }
 
-check_nodes() { # check_nodes NAME NODES: refuses nodes that cannot run what follows.
-    step "$1" "$2" 1 launch/node.sh
+check_nodes() { # check_nodes NAME NODES [/dev THE TRAINER'S FLAGS]: refuses nodes that cannot run what follows.
+    step "$1" "$2" 1 launch/node.sh "${@:3}"
     finish "${STEP:-}" && return
     cat "$LOGS/$1".*.log
     over 1

@@ -1,6 +1,6 @@
 #!/bin/bash
 # Says why this node cannot run the job's programs, before all of them fail by it; one task a node, inside the container if
-# there is one. The folder of device files can be given for a test.
+# there is one: node.sh [DEVICES [THE TRAINER'S FLAGS]], where the folder of device files is another in a test.
 set -euo pipefail
 devices=${1:-/dev}
 ok=1
@@ -14,6 +14,9 @@ if [[ -e $devices/nvidiactl || -n ${GPUS_OPTION:-} ]]; then
     found=("$devices"/nvidia[0-9]*)
     if ((${#found[@]} < GPUS_PER_NODE)); then
         refuse "shows ${#found[@]} GPUs, but GPUS_PER_NODE=$GPUS_PER_NODE: a driver that lost one, or another partition than was meant"
+    fi
+    if (($# > 1)); then
+        found=$("$PYTHON" tools/preflight.py --this-node -- "${@:2}" 2>&1) || refuse "$(tail -n 1 <<<"$found")"
     fi
 fi
 ((ok))

@@ -4,6 +4,7 @@
         [--run RUN] [--time-limit-s 14400] -- THE TRAINER'S FLAGS
     python tools/preflight.py --train-nodes 1 --gpus-per-node 8 --run RUN \\
         --published HF_FOLDER [--recipes vanilla h_scale] -- THE MODEL'S FLAGS        an export
+    python tools/preflight.py --this-node -- THE TRAINER'S FLAGS     what its GPU cannot train with
 
 Exit status 0 if nothing speaks against it, else 1 with a sentence for each reason. What a node
 itself lacks, launch/node.sh says on each.
@@ -13,13 +14,17 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import shutil
 import sys
 from pathlib import Path
 
+import torch
+
 from megatron_trace.conversion.published_folder import PublishedFolder
-from megatron_trace.launching.model_flags import read_flags
-from megatron_trace.launching.preflight import Job, reasons_against
+from megatron_trace.launching.model_flags import RunFlags, read_flags
+from megatron_trace.launching.preflight import Job, reasons_against, reasons_against_node
+from megatron_trace.models.fla_backward import fla_setup
 from megatron_trace.ptq.recipe_names import RECIPE_NAMES
 
 
@@ -29,14 +34,25 @@ def main() -> None:
     if "--" in own:
         at = own.index("--")
         own, trainer = own[:at], own[at + 1 :]
-    args = parsed_flags(own)
     try:
-        reasons = reasons_against(asked(args), read_flags(trainer))
+        if own == ["--this-node"]:
+            reasons = reasons_on_this_node(read_flags(trainer))
+        else:
+            reasons = reasons_against(asked(parsed_flags(own)), read_flags(trainer))
     except ValueError as error:
         raise SystemExit(f"preflight: {error}") from None
     for reason in reasons:
         print(f"preflight: {reason}", file=sys.stderr)
     raise SystemExit(1 if reasons else 0)
+
+
+def reasons_on_this_node(flags: RunFlags) -> list[str]:
+    """Gives why this node cannot train the model; a node without a GPU is not asked."""
+    # Imports take ten seconds, and only some models need an answer.
+    if not flags.trains_with_fla or not torch.cuda.is_available():
+        return []
+    has_fla = importlib.util.find_spec("fla") is not None
+    return reasons_against_node(flags, fla_setup() if has_fla else None)
 
 
 def parsed_flags(arguments: list[str]) -> argparse.Namespace:

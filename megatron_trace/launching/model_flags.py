@@ -42,6 +42,15 @@ class RunFlags:
     trace_hint_bits: int = 1
     trace_hint_scales: str = "raw"
     trace_hint_memory_mb: int | None = None
+    trace_delta_rule: str = "auto"
+    deterministic_mode: bool = False
+
+    @property
+    def trains_with_fla(self) -> bool:
+        """Whether Gated DeltaNet layers would compute with flash-linear-attention on a GPU."""
+        is_torch = self.trace_delta_rule == "torch"
+        is_torch |= self.trace_delta_rule == "auto" and self.deterministic_mode
+        return "G" in self.decoder_pattern and not is_torch
 
     @property
     def expert_tp(self) -> int:
@@ -102,6 +111,8 @@ def read_flags(arguments: Sequence[str]) -> RunFlags:
         flag = "--" + field.name.replace("_", "-")
         if str(field.type).startswith("tuple"):
             parser.add_argument(flag, nargs="+", default=field.default)
+        elif field.type == "bool":
+            parser.add_argument(flag, action="store_true")
         else:
             kind = int if "int" in str(field.type) else str
             parser.add_argument(flag, type=kind, default=field.default)

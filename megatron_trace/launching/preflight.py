@@ -9,6 +9,7 @@ from pathlib import Path
 from megatron_trace.formats.number_format import FORMAT_SETS
 from megatron_trace.hints.types import Site, site_format
 from megatron_trace.launching.model_flags import RunFlags
+from megatron_trace.models.fla_backward import NOT_INSTALLED, FlaSetup, why_fla_cannot_train
 from megatron_trace.planning.sizes import ROUTING_ID_BYTES, hint_row_bytes
 
 GIB = 1 << 30
@@ -55,6 +56,19 @@ def reasons_against(job: Job, flags: RunFlags) -> list[str]:
     """Gives why the job cannot run as asked for; nothing if nothing speaks against it."""
     checks = (_paths, _layout, _devices, _divisibility, _batch, _storage, _time)
     return [reason for check in checks for reason in check(job, flags)]
+
+
+def reasons_against_node(flags: RunFlags, fla: FlaSetup | None) -> list[str]:
+    """Gives why a node with GPUs cannot train the model; nothing if nothing speaks against it.
+
+    Args:
+        flags: Flags of the trainer.
+        fla: What decides whether fla's backward pass works on the node; None if it has no fla.
+    """
+    if not flags.trains_with_fla:
+        return []
+    reason = NOT_INSTALLED if fla is None else why_fla_cannot_train(fla)
+    return [] if reason is None else [reason]
 
 
 def hint_bytes_per_token(flags: RunFlags) -> int:

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from megatron.core.ssm import gated_delta_net as megatron_gdn
 
 from megatron_trace.config import DeltaRule
-from megatron_trace.models.fla_backward import fla_setup, why_fla_cannot_train
+from megatron_trace.models.fla_backward import NOT_INSTALLED, fla_setup, why_fla_cannot_train
 
 CHUNK_TOKENS = 64
 _L2_EPS = 1e-6
@@ -74,11 +74,7 @@ def delta_rule_kernels(
     if not on_gpu:
         raise ValueError("delta_rule=fla needs a GPU, and this process has none; choose torch")
     if not megatron_gdn.HAVE_FLA:
-        raise RuntimeError(
-            "Gated DeltaNet layers on a GPU compute with flash-linear-attention, which is not "
-            "installed; pip install 'megatron-trace[gpu]', or choose delta_rule=torch, which is "
-            "slow"
-        )
+        raise RuntimeError(NOT_INSTALLED)
     reason = why_fla_cannot_train(fla_setup()) if trains else None
     if reason is not None:
         raise RuntimeError(reason)

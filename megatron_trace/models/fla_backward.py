@@ -16,6 +16,13 @@ HOPPER = 9
 WRONG_FROM, RIGHT_FROM = (3, 4, 0), (3, 7, 1)
 
 
+NOT_INSTALLED = (
+    "Gated DeltaNet layers on a GPU compute with flash-linear-attention, which is not installed; "
+    "pip install 'megatron-trace[gpu]', or choose delta_rule=torch (--trace-delta-rule torch), "
+    "which is slow"
+)
+
+
 @dataclass(frozen=True)
 class FlaSetup:
     """What decides it.

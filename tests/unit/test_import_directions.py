@@ -20,7 +20,7 @@ ALLOWED = {
     "models": {"formats", "hints", "config", "compat"},
     "conversion": {"formats", "hints", "models", "compat"},
     "planning": {"formats", "hints", "models"},
-    "launching": {"formats", "hints", "planning"},
+    "launching": {"formats", "hints", "models", "planning"},
     "rollout": LEVEL_2,
     "training": LEVEL_2,
     "rl": LEVEL_2 | {"rollout", "training"},

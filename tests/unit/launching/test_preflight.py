@@ -6,7 +6,14 @@ from pathlib import Path
 import pytest
 
 from megatron_trace.launching.model_flags import read_flags
-from megatron_trace.launching.preflight import GIB, Job, hint_bytes_per_token, reasons_against
+from megatron_trace.launching.preflight import (
+    GIB,
+    Job,
+    hint_bytes_per_token,
+    reasons_against,
+    reasons_against_node,
+)
+from megatron_trace.models.fla_backward import FlaSetup
 from megatron_trace.models.presets import preset
 from megatron_trace.planning.sizes import HintChoice, hint_bytes, routing_bytes
 
@@ -77,6 +84,35 @@ def test_each_reason_is_a_sentence(reason, more, changes):
         changes = {"training_nodes": 3, "slurm_nodes": 5}
         more = ["--pipeline-model-parallel-size=5"]
     assert any(reason in text for text in reasons(*more, **changes)), reasons(*more, **changes)
+
+
+HOPPER_WITHOUT_TILELANG = FlaSetup((9, 0), "3.6.0", "tilelang is not installed")
+
+
+@pytest.mark.parametrize(
+    ("fla", "reason"),
+    [
+        (None, "flash-linear-attention, which is not installed"),
+        (HOPPER_WITHOUT_TILELANG, "because tilelang is not installed; pip install"),
+    ],
+)
+def test_a_node_whose_gpus_cannot_train_gated_delta_nets_is_refused(fla, reason):
+    (told,) = reasons_against_node(read_flags(FLAGS), fla)
+    assert reason in told
+
+
+@pytest.mark.parametrize(
+    ("fla", "more"),
+    [
+        (FlaSetup((9, 0), "3.6.0", ""), []),
+        (HOPPER_WITHOUT_TILELANG, ["--trace-delta-rule=torch"]),
+        (HOPPER_WITHOUT_TILELANG, ["--deterministic-mode"]),
+        (HOPPER_WITHOUT_TILELANG, ["--hybrid-layer-pattern=*E*E"]),
+    ],
+    ids=["tilelang", "torch", "deterministic", "attention only"],
+)
+def test_a_node_that_trains_otherwise_is_not_refused(fla, more):
+    assert reasons_against_node(read_flags([*FLAGS, *more]), fla) == []
 
 
 def test_a_policy_may_answer_on_parts_of_gpus():

@@ -130,6 +130,21 @@ def test_a_node_that_lacks_something_is_refused(reason, variables, tmp_path):
     assert reason in done.stdout
 
 
+@pytest.mark.parametrize(("status", "refused"), [(0, False), (1, True)])
+def test_a_node_that_cannot_train_the_model_is_refused_with_the_reason(status, refused, tmp_path):
+    (tmp_path / "logs").mkdir()
+    for name in ("nvidiactl", *(f"nvidia{number}" for number in range(4))):
+        (tmp_path / name).touch()
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\necho warning; echo "preflight: asked $*" >&2; exit {status}\n')
+    python.chmod(0o755)
+    flags = ("--hybrid-layer-pattern=GE", "--hidden-size=8")
+    done = script("node.sh", tmp_path, *flags, RUN=tmp_path, PYTHON=python)
+    assert done.returncode == status
+    asked = f"asked tools/preflight.py --this-node -- {' '.join(flags)}"
+    assert (f"node n2: preflight: {asked}" in done.stdout) == refused
+
+
 @pytest.mark.parametrize(
     ("states", "refused"), [("RUNNING", True), ("", False), ("COMPLETING", False)]
 )
