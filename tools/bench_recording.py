@@ -6,12 +6,13 @@
 Layers of a published model with random weights (FP4 experts and KV cache, hints of the latter half
 at one bit), the engine's own steps: scheduling, forward, recording, sampling, bookkeeping. Requests
 are moved to a length with random keys, values and states (`testing/long_decode.py`). A round times
-so many steps without and with recording, or the other way round, amid one rollout; rounds are many
-and short, as a step's time on the host varies by more than recording costs. Printed is the median
-over the rounds of the ratio of both, its interval of 95 % by bootstrap over the rounds, and whether
-the interval is within 2 %. `one by one` are Megatron's experts, which wait for the device;
-`kernels` are the padded steps that are captured, launched kernel by kernel; `graphs` replays them.
-`--profile` tells by kernel what recording adds on the device, and where the host is.
+so many steps without and with recording, or the other way round, amid one rollout, and the next one
+is a page further on, so that rows go where none was before. Rounds are many and short, as a step's
+time on the host varies by more than recording costs. Printed is the median over the rounds of the
+ratio of both, its interval of 95 % by bootstrap over the rounds, and whether the interval is within
+2 %. `one by one` are Megatron's experts, which wait for the device; `kernels` are the padded steps
+that are captured, launched kernel by kernel; `graphs` replays them. `--profile` tells by kernel
+what recording adds on the device, and where the host is.
 """
 
 # ruff: noqa: E402  The stand-in for the CUDA runtime must be installed before Megatron is imported.
@@ -49,6 +50,7 @@ from megatron_trace.testing.step_profile import host_profile, profiled
 PAGE_TOKENS = 64
 WARM_UP = 3
 PROFILED_STEPS = 40
+SPARE_PAGES = 4
 # On over off, of the time of a step.
 MOST = 1.02
 FORWARDS = {"one by one": None, "kernels": False, "graphs": True}
@@ -82,7 +84,7 @@ def policy_of(options: argparse.Namespace) -> ServedPolicy:
         config,
         pattern=architecture.pattern(),
         vocab_size=architecture.vocab_size,
-        max_sequence_length=options.context + 2 * PAGE_TOKENS,
+        max_sequence_length=options.context + (options.rounds + SPARE_PAGES) * PAGE_TOKENS,
         trace=trace,
         keep_packed_weights=False,
         keep_bf16_experts=not is_packed,
@@ -119,20 +121,21 @@ def measured(policy: ServedPolicy, options: argparse.Namespace, batch: int, name
     times: dict[bool, list[float]] = {False: [], True: []}
     with LongDecode(server, batch, keep=False).running() as decode:
 
-        def block_ms(*, keep: bool) -> float:
+        def block_ms(page: int, *, keep: bool) -> float:
             decode.record(keep)
-            return decode.mean_ms(options.context, warm_up=WARM_UP, steps=options.steps)
+            context = options.context + page * PAGE_TOKENS
+            return decode.mean_ms(context, warm_up=WARM_UP, steps=options.steps)
 
         for keep in times:  # Compiles, and captures.
-            say(f"batch {batch}, {name}, recording {keep}: first {block_ms(keep=keep):.2f} ms")
+            say(f"batch {batch}, {name}, recording {keep}: first {block_ms(0, keep=keep):.2f} ms")
         with Collections() as collections:
             started = time.perf_counter()
-            for number in range(options.rounds):
-                if time.perf_counter() - started > options.budget_s and number:
+            for number in range(1, options.rounds + 1):
+                if time.perf_counter() - started > options.budget_s and number > 1:
                     break
                 # What comes first changes, so that a drift adds to neither.
                 for keep in times if number % 2 == 0 else reversed(times):
-                    times[keep].append(block_ms(keep=keep))
+                    times[keep].append(block_ms(number, keep=keep))
         chosen = decode.distinct_experts()
         if options.profile == name:
             tell_profiles(decode)
