@@ -32,10 +32,11 @@ from triton.testing import do_bench
 
 from megatron_trace.formats import (
     E2M1_VALUES,
+    NVFP4,
     fused,
-    kernels,
     kernels_bf16,
     kernels_fused,
+    kernels_whole,
 )
 from megatron_trace.formats.kernels_inputs import Launch
 from megatron_trace.testing.hard_inputs import MIDPOINTS, hard_inputs
@@ -109,11 +110,11 @@ def compile_all(launches: list[Launch]) -> None:
 def _compile(dtype: torch.dtype, rounded_to: torch.dtype | None, launch: Launch | None) -> None:
     x = torch.zeros(1, 16, dtype=dtype, device="cuda")
     options = {} if launch is None else {"launch": launch}
-    kernels.rtn(x, 1.0, dtype=rounded_to, **options)
+    kernels_whole.rtn(x, 1.0, NVFP4, dtype=rounded_to, **options)
     for bits in (1, 4):
         options["num_bits"] = bits
-        _, *hints = kernels.rtn_record(x, 1.0, dtype=rounded_to, **options)
-        kernels.guided(x, *hints, 1.0, dtype=rounded_to, **options)
+        _, *hints = kernels_whole.rtn_record(x, 1.0, NVFP4, dtype=rounded_to, **options)
+        kernels_whole.guided(x, *hints, 1.0, NVFP4, dtype=rounded_to, **options)
 
 
 def check_hard_inputs() -> tuple[int, list[str]]:
@@ -264,7 +265,10 @@ def _measure_dtype(dtype: torch.dtype, megabytes: int, sweep: bool) -> dict:
     num_values = inputs[0].numel()
     out = torch.empty_like(inputs[0])
     scale = torch.tensor(GLOBAL_SCALE, device="cuda")
-    hints = {bits: kernels.rtn_record(inputs[0], scale, num_bits=bits)[1:] for bits in (1, 4)}
+    hints = {
+        bits: kernels_whole.rtn_record(inputs[0], scale, NVFP4, num_bits=bits)[1:]
+        for bits in (1, 4)
+    }
 
     def rate(bytes_per_value: float, call: Callable[[], object]) -> float:
         milliseconds = do_bench(call, warmup=25, rep=150, return_mode="median")
@@ -299,15 +303,17 @@ def _kernel_calls(
     rotating: Iterator[torch.Tensor], scale: torch.Tensor, hints: dict, size: int
 ) -> Iterator[tuple[str, float, Callable]]:
     """Gives names, bytes usefully moved per value, and calls that take a launch."""
-    yield "rtn", 2 * size, lambda **kw: kernels.rtn(next(rotating), scale, **kw)
+    yield "rtn", 2 * size, lambda **kw: kernels_whole.rtn(next(rotating), scale, NVFP4, **kw)
     for bits in (1, 4):
         moved = 2 * size + bits / 8 + 1 / 16
 
         def record(bits: int = bits, **kw) -> object:
-            return kernels.rtn_record(next(rotating), scale, num_bits=bits, **kw)
+            return kernels_whole.rtn_record(next(rotating), scale, NVFP4, num_bits=bits, **kw)
 
         def guide(bits: int = bits, **kw) -> object:
-            return kernels.guided(next(rotating), *hints[bits], scale, num_bits=bits, **kw)
+            return kernels_whole.guided(
+                next(rotating), *hints[bits], scale, NVFP4, num_bits=bits, **kw
+            )
 
         yield f"rtn_record, {bits} bit", moved, record
         yield f"guided, {bits} bit", moved, guide
@@ -337,11 +343,11 @@ def _fused_calls(
 
     def norm_apart() -> object:
         normed = torch.nn.functional.rms_norm(next(rotating), (COLUMNS,), weight, eps)
-        return normed, kernels.rtn(normed, scale)
+        return normed, kernels_whole.rtn(normed, scale, NVFP4)
 
     def norm_guided_apart() -> object:
         normed = torch.nn.functional.rms_norm(next(rotating), (COLUMNS,), weight, eps)
-        return normed, kernels.guided(normed, *norm_hint, scale, num_bits=1)
+        return normed, kernels_whole.guided(normed, *norm_hint, scale, NVFP4, num_bits=1)
 
     yield "norm rtn", 6, lambda: norm("rms_norm_rtn")
     yield "norm rtn_record, 1 bit", 6 + hint_bytes, lambda: norm("rms_norm_rtn_record", num_bits=1)
@@ -363,7 +369,11 @@ def _fused_calls(
         3 + hint_bytes / 2,
         lambda: swiglu("swiglu_guided", *swiglu_hint, num_bits=1),
     )
-    yield "swiglu rtn, apart", 3, lambda: kernels.rtn(fused.swiglu(next(rotating)), scale)
+    yield (
+        "swiglu rtn, apart",
+        3,
+        lambda: kernels_whole.rtn(fused.swiglu(next(rotating)), scale, NVFP4),
+    )
 
 
 def _modelopt_call(rotating: Iterator[torch.Tensor], scale: torch.Tensor) -> Callable | None:
@@ -383,7 +393,9 @@ def measure_small(small_launches: list[Launch]) -> dict[str, dict[str, float]]:
     for tokens in SMALL_TOKENS:
         x = torch.randn(tokens, SMALL_COLUMNS, device="cuda", dtype=torch.bfloat16)
         out = torch.empty_like(x)
-        hints = {bits: kernels.rtn_record(x, scale, num_bits=bits)[1:] for bits in (1, 4)}
+        hints = {
+            bits: kernels_whole.rtn_record(x, scale, NVFP4, num_bits=bits)[1:] for bits in (1, 4)
+        }
         calls = {"copy": lambda o=out, x=x: o.copy_(x)}
         for name, _, call in _kernel_calls(itertools.repeat(x), scale, hints, x.itemsize):
             calls[name] = call

@@ -12,32 +12,18 @@ from __future__ import annotations
 import argparse
 import itertools
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import torch
 from bench_formats import SMALL_COLUMNS, SMALL_TOKENS, replayed_us
 from triton.testing import do_bench
 
-from megatron_trace.formats import (
-    four_over_six,
-    kernels,
-    kernels_four_over_six,
-    kernels_mxfp4,
-    kernels_mxfp8,
-    mxfp4,
-    mxfp8,
-    reference,
-)
+from megatron_trace.formats import MXFP4, MXFP8, NVFP4, NVFP4_4OVER6, kernels_whole
 from megatron_trace.testing.assertions import assert_same_bytes
 
 COLUMNS = 4096
 ROWS = 512
-BITS = {"rows": (1, 2, 4), "4over6": (1, 2, 4), "MXFP4": (1, 2, 4), "MXFP8": (1, 2, 8)}
-MODULES = {
-    "rows": (reference, kernels),
-    "4over6": (four_over_six, kernels_four_over_six),
-    "MXFP4": (mxfp4, kernels_mxfp4),
-    "MXFP8": (mxfp8, kernels_mxfp8),
-}
+FORMATS = {"rows": NVFP4, "4over6": NVFP4_4OVER6, "MXFP4": MXFP4, "MXFP8": MXFP8}
 
 
 def main() -> None:
@@ -50,7 +36,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.manual_seed(0)
     print(torch.cuda.get_device_name())
-    for name in MODULES:
+    for name in FORMATS:
         print(f"{name}: {compare(name, arguments.values)} random values, equal bytes")
     if arguments.megabytes:
         measure(arguments.megabytes)
@@ -59,28 +45,28 @@ def main() -> None:
 
 def compare(name: str, num_values: int) -> int:
     """Compares every function of a format on random values; gives how many values."""
-    specified, kernels_of_it = MODULES[name]
-    errors = ({"error": "mse"}, {"error": "mae"}) if name == "4over6" else ({},)
-    cases = list(itertools.product(_DISTRIBUTIONS, (torch.bfloat16, torch.float32), errors))
+    number_format = FORMATS[name]
+    specified = number_format.specification
+    rules = ({"error": "mse"}, {"error": "mae"}) if name == "4over6" else (number_format.rules,)
+    cases = list(itertools.product(_DISTRIBUTIONS, (torch.bfloat16, torch.float32), rules))
     done = 0
     while done < num_values:
         for make, dtype, options in cases:
             x = make().to(dtype)
-            scale = _scale(name, x)
+            scale, ruled = _scale(name, x), replace(number_format, rules=options)
             trainer_x = (x * (1 + 0.01 * torch.randn_like(x))).to(dtype)
             what = f"{name} {make.__name__} {dtype} {options}"
-            _check(
-                kernels_of_it.rtn(x, *scale, **options), specified.rtn(x, *scale, **options), what
-            )
-            for bits in BITS[name]:
-                got = kernels_of_it.rtn_record(x, *scale, num_bits=bits, **options)
-                expected = specified.rtn_record(x, *scale, num_bits=bits, **options)
+            got, expected = kernels_whole.rtn(x, scale, ruled), specified.rtn(x, scale, **options)
+            _check(got, expected, what)
+            for bits in number_format.hint_bits:
+                got = kernels_whole.rtn_record(x, scale, ruled, num_bits=bits)
+                expected = specified.rtn_record(x, scale, num_bits=bits, **options)
                 for mine, theirs in zip(got, expected, strict=True):
                     _check(mine, theirs, f"{what} record {bits}")
                 for hint in (got[1], torch.randint_like(got[1], 256)):
-                    guide = (trainer_x, hint, got[2], *scale)
-                    y = specified.guided(*guide, num_bits=bits)
-                    _check(kernels_of_it.guided(*guide, num_bits=bits), y, f"{what} guided {bits}")
+                    guide = (trainer_x, hint, got[2], scale)
+                    y = kernels_whole.guided(*guide, ruled, num_bits=bits)
+                    _check(y, specified.guided(*guide, num_bits=bits), f"{what} guided {bits}")
             done += x.numel()
     return done
 
@@ -89,12 +75,12 @@ def _check(got: torch.Tensor, expected: torch.Tensor, what: str) -> None:
     assert_same_bytes(got, expected, what, any_nan=True)
 
 
-def _scale(name: str, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Gives the global scale as arguments: of rows, of the tensor for every other, or none."""
-    if name.startswith("MX"):
-        return ()
+def _scale(name: str, x: torch.Tensor) -> torch.Tensor | None:
+    """Gives the global scale: of rows, of the tensor for every other, or none."""
+    if not FORMATS[name].has_global_scale:
+        return None
     scales = (torch.rand(x.shape[0], 1, device="cuda") * 10 - 8).exp()
-    return (scales,) if name == "rows" or torch.rand(()) < 0.5 else (scales[0, 0],)
+    return scales if name == "rows" or torch.rand(()) < 0.5 else scales[0, 0]
 
 
 def normal() -> torch.Tensor:
@@ -151,24 +137,24 @@ def _calls(
 ) -> Iterator[tuple[str, float, Callable[[], object]]]:
     one = torch.tensor(0.002, device="cuda")
     each = one * (1 + torch.rand(rows, 1, device="cuda"))
-    for label, name, scale, block in (
-        ("NVFP4", "rows", (one,), 16),
-        ("NVFP4 rows", "rows", (each,), 16),
-        ("4over6", "4over6", (one,), 16),
-        ("MXFP4", "MXFP4", (), 32),
-        ("MXFP8", "MXFP8", (), 32),
+    for label, number_format, scale in (
+        ("NVFP4", NVFP4, one),
+        ("NVFP4 rows", NVFP4, each),
+        ("4over6", NVFP4_4OVER6, one),
+        ("MXFP4", MXFP4, None),
+        ("MXFP8", MXFP8, None),
     ):
-        module = MODULES[name][1]
-        yield f"{label} rtn", 4, lambda m=module, s=scale: m.rtn(next(rotating), *s)
-        for bits in (1, BITS[name][-1]):
-            moved = 4 + bits / 8 + 1 / block
-            _, *hint = module.rtn_record(next(rotating), *scale, num_bits=bits)
+        form = scale, number_format
+        yield f"{label} rtn", 4, lambda f=form: kernels_whole.rtn(next(rotating), *f)
+        for bits in (1, number_format.code_bits):
+            moved = 4 + bits / 8 + 1 / number_format.block_size
+            _, *hint = kernels_whole.rtn_record(next(rotating), *form, num_bits=bits)
 
-            def record(m=module, s=scale, b=bits) -> object:
-                return m.rtn_record(next(rotating), *s, num_bits=b)
+            def record(f=form, b=bits) -> object:
+                return kernels_whole.rtn_record(next(rotating), *f, num_bits=b)
 
-            def guide(m=module, s=scale, b=bits, h=hint) -> object:
-                return m.guided(next(rotating), *h, *s, num_bits=b)
+            def guide(f=form, b=bits, h=hint) -> object:
+                return kernels_whole.guided(next(rotating), *h, *f, num_bits=b)
 
             yield f"{label} rtn_record, {bits} bit", moved, record
             yield f"{label} guided, {bits} bit", moved, guide

@@ -18,13 +18,14 @@ from collections.abc import Callable
 import torch
 
 from megatron_trace.formats import (
-    kernels,
-    kernels_four_over_six,
+    MXFP4,
+    MXFP8,
+    NUMBER_FORMATS,
+    NVFP4,
+    NVFP4_4OVER6,
     kernels_fused,
-    kernels_mxfp4,
-    kernels_mxfp8,
+    kernels_whole,
 )
-from megatron_trace.formats.number_format import NUMBER_FORMATS
 
 COLUMNS = 4096
 GLOBAL_SCALE = 0.002
@@ -53,25 +54,22 @@ def launches(x: torch.Tensor) -> list[tuple[str, Callable[[], object]]]:
     """
     scale = torch.tensor(GLOBAL_SCALE, device=x.device)
     found: list[tuple[str, Callable[[], object]]] = []
-    for name, module, scales, values in (
-        ("NVFP4", kernels, (scale,), x),
-        ("NVFP4 FP32", kernels, (scale,), x.float()),
-        ("4over6", kernels_four_over_six, (scale,), x),
-        ("MXFP4", kernels_mxfp4, (), x),
-        ("MXFP8", kernels_mxfp8, (), x),
+    for name, number_format, values in (
+        ("NVFP4", NVFP4, x),
+        ("NVFP4 FP32", NVFP4, x.float()),
+        ("4over6", NVFP4_4OVER6, x),
+        ("MXFP4", MXFP4, x),
+        ("MXFP8", MXFP8, x),
     ):
+        form = scale if number_format.has_global_scale else None, number_format
         hint = torch.zeros(*x.shape[:-1], x.shape[-1] // 8, dtype=torch.uint8, device=x.device)
-        block = 32 if name.startswith("MX") else 16
-        scale_bytes = torch.full(
-            (*x.shape[:-1], x.shape[-1] // block), 0x40, dtype=torch.uint8, device=x.device
-        )
+        blocks = x.shape[-1] // number_format.block_size
+        scale_bytes = torch.full((*x.shape[:-1], blocks), 0x40, dtype=torch.uint8, device=x.device)
+        guide = (values, hint, scale_bytes, *form)
         found += [
-            (f"{name} rtn", _call(module.rtn, values, *scales)),
-            (f"{name} record", _call(module.rtn_record, values, *scales, num_bits=1)),
-            (
-                f"{name} guided",
-                _call(module.guided, values, hint, scale_bytes, *scales, num_bits=1),
-            ),
+            (f"{name} rtn", _call(kernels_whole.rtn, values, *form)),
+            (f"{name} record", _call(kernels_whole.rtn_record, values, *form, num_bits=1)),
+            (f"{name} guided", _call(kernels_whole.guided, *guide, num_bits=1)),
         ]
     return found
 

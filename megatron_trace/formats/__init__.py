@@ -1,12 +1,12 @@
 """Number formats: rounding to nearest and by the rollout's hints.
 
-`reference` is the specification of NVFP4, `kernels` its translation to Triton. `four_over_six`,
-`mxfp4` and `mxfp8` specify the other formats by functions of the same names, `number_format` lists
-them all, and `ops` is the public entry: it takes a format, picks torch or Triton, and adds
-straight-through gradients. docs/formats.md compares the formats.
+`reference` is the specification of NVFP4; `four_over_six` and, in `mx`, `mxfp4` and `mxfp8` specify
+the other formats by functions of the same names. `number_format` lists them all, `kernels_whole` is
+their translation to Triton, and `ops` the public entry: it takes a format, picks torch or Triton,
+and adds straight-through gradients. docs/formats.md compares the formats.
 """
 
-from megatron_trace.formats import four_over_six, mxfp4, mxfp8, ops, residues
+from megatron_trace.formats import four_over_six, ops, residues
 from megatron_trace.formats.constants import (
     BLOCK_SIZE,
     E2M1_MAX,
@@ -15,6 +15,7 @@ from megatron_trace.formats.constants import (
     E4M3_MIN_SUBNORMAL,
     MX_BLOCK_SIZE,
 )
+from megatron_trace.formats.mx import mxfp4, mxfp8
 from megatron_trace.formats.number_format import (
     FORMAT_SETS,
     MXFP4,

@@ -4,7 +4,7 @@ Legend: a pair is two neighbouring BF16 values as one int32, the first in the lo
 [T, 4] pairs, T octets (half a block), one for each thread. `lows` and `highs` are FP32 or int32
 [T, 4] of the first and second values of pairs.
 
-Equal bits, with fewer operations than the general path of `kernels`:
+Equal bits, with fewer operations than the general path of `kernels_octets`:
 * BF16 has 8 significant bits. So a quotient by an FP32 number lies on the same side of each
   boundary of E2M1 and E4M3 as its reciprocal, kept as the sum of two FP32 numbers, times x:
   `divided` says how, and tools/bench_formats.py tries all 2^23 mantissas of a divisor.

@@ -1,11 +1,12 @@
-"""Triton kernels of rtn, rtn_record and guided for any format: what `kernels` and such call.
+"""Triton kernels of rtn, rtn_record and guided: the bits of every format's specification.
+
+`kernels_octets` takes every dtype and global scale, and Triton's interpreter runs it. BF16 under
+usual global scales takes `kernels_bf16`, for speed.
 
 Legend: as `kernels_tiles`. A program loads all its tiles before it rounds the first.
 """
 
 from __future__ import annotations
-
-from dataclasses import replace
 
 import torch
 import triton
@@ -16,37 +17,22 @@ from megatron_trace.formats import kernels_inputs as inputs
 from megatron_trace.formats import kernels_octets as octets
 from megatron_trace.formats import kernels_tiles as tiles
 from megatron_trace.formats.kernels_inputs import Launch, chosen, launch_octets
-from megatron_trace.formats.number_format import NVFP4, NumberFormat
+from megatron_trace.formats.number_format import NVFP4, NVFP4_4OVER6, NumberFormat
 
 # The fastest on an H200, for many values of BF16: docs/measurements.md.
 _RTN_LAUNCH = Launch(tiles=2, num_warps=4)
 _RECORD_LAUNCH = Launch(tiles=4, num_warps=2)
 _GUIDED_LAUNCH = Launch(tiles=2, num_warps=4)
-
-
-def with_rule(number_format: NumberFormat, value: str, known: tuple[str, ...]) -> NumberFormat:
-    """Gives a format under another rule of how block scales are chosen.
-
-    Args:
-        number_format: The format.
-        value: Its rule.
-        known: The rules there are.
-
-    Raises:
-        ValueError: There is no such rule.
-    """
-    (name,) = number_format.rules
-    if value not in known:
-        raise ValueError(f"{name} must be one of {', '.join(known)}; got {value!r}")
-    return replace(number_format, rules={name: value})
+_FOUR_OVER_SIX_LAUNCH = Launch(tiles=4, num_warps=1)
 
 
 def rtn(
     x: torch.Tensor,
     global_scale: torch.Tensor | float | None,
     number_format: NumberFormat,
-    dtype: torch.dtype | None,
-    launch: Launch | None,
+    *,
+    dtype: torch.dtype | None = None,
+    launch: Launch | None = None,
 ) -> torch.Tensor:
     """Gives `rtn` of a format's specification.
 
@@ -57,13 +43,16 @@ def rtn(
         dtype: dtype in which the dequantised values are rounded; None is that of x.
         launch: Tiles and warps; None is what was fastest.
 
+    Returns:
+        [..., K] in the dtype of x.
+
     Raises:
         ValueError: K is not a multiple of the block size, or x is not on a GPU.
     """
     x, scales = inputs.prepared(x, global_scale, number_format)
     y = torch.empty_like(x)
     constants = inputs.constants_of(x, scales, number_format, dtype)
-    launch = launch or chosen(x, _RTN_LAUNCH)
+    launch = launch or _fastest(x, number_format, _RTN_LAUNCH)
     constants |= {"NUM_BITS": 0} | _options(number_format, launch)
     launch_octets(_record_kernel, x, launch, x, y, y, y, scales, **constants)
     return y
@@ -73,10 +62,10 @@ def rtn_record(
     x: torch.Tensor,
     global_scale: torch.Tensor | float | None,
     number_format: NumberFormat,
-    dtype: torch.dtype | None,
-    launch: Launch | None,
     *,
     num_bits: int,
+    dtype: torch.dtype | None = None,
+    launch: Launch | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gives `rtn_record` of a format's specification.
 
@@ -84,9 +73,14 @@ def rtn_record(
         x: float [..., K] on a GPU.
         global_scale: FP32 0-d tensor or number, or one for each row; None if there is none.
         number_format: The format.
+        num_bits: One of `number_format.hint_bits`.
         dtype: dtype in which the dequantised values are rounded; None is that of x.
         launch: Tiles and warps; None is what was fastest.
-        num_bits: One of `number_format.hint_bits`.
+
+    Returns:
+        y: [..., K] in the dtype of x.
+        hint: uint8 [..., K * num_bits / 8].
+        scale_bytes: uint8 [..., B].
 
     Raises:
         ValueError: K is not a multiple of the block size, num_bits is not that of a hint, or x is
@@ -97,7 +91,7 @@ def rtn_record(
     y = torch.empty_like(x)
     words = inputs.words_of(hint, num_bits)
     constants = inputs.constants_of(x, scales, number_format, dtype)
-    launch = launch or chosen(x, _RECORD_LAUNCH)
+    launch = launch or _fastest(x, number_format, _RECORD_LAUNCH)
     constants |= {"NUM_BITS": num_bits} | _options(number_format, launch)
     launch_octets(_record_kernel, x, launch, x, y, words, scale_bytes, scales, **constants)
     return y, hint, scale_bytes
@@ -109,10 +103,10 @@ def guided(
     scale_bytes: torch.Tensor,
     global_scale: torch.Tensor | float | None,
     number_format: NumberFormat,
-    dtype: torch.dtype | None,
-    launch: Launch | None,
     *,
     num_bits: int,
+    dtype: torch.dtype | None = None,
+    launch: Launch | None = None,
 ) -> torch.Tensor:
     """Gives `guided` of a format's specification.
 
@@ -122,14 +116,20 @@ def guided(
         scale_bytes: uint8 [..., B]; the rollout's block scales.
         global_scale: FP32 0-d tensor or number, or one for each row; None if there is none.
         number_format: The format.
+        num_bits: One of `number_format.hint_bits`.
         dtype: dtype in which the dequantised values are rounded; None is that of x.
         launch: Tiles and warps; None is what was fastest.
-        num_bits: One of `number_format.hint_bits`.
+
+    Returns:
+        [..., K] in the dtype of x.
 
     Raises:
         ValueError: Shapes disagree, num_bits is not that of a hint, or a tensor is not on the GPU
             of x.
     """
+    if number_format.name == NVFP4_4OVER6.name:
+        # The scale byte says which of the two was chosen.
+        number_format = NVFP4
     x, words, scale_bytes, scales, constants = inputs.guided_inputs(
         x, hint, scale_bytes, global_scale, number_format, num_bits, dtype
     )
@@ -138,6 +138,12 @@ def guided(
     constants |= _options(number_format, launch)
     launch_octets(_guided_kernel, x, launch, x, words, scale_bytes, y, scales, **constants)
     return y
+
+
+def _fastest(x: torch.Tensor, number_format: NumberFormat, launch: Launch) -> Launch:
+    """Gives the launch of kernels that round to nearest."""
+    is_of_two = number_format.name == NVFP4_4OVER6.name
+    return chosen(x, _FOUR_OVER_SIX_LAUNCH if is_of_two else launch)
 
 
 def _options(number_format: NumberFormat, launch: Launch) -> dict[str, object]:

@@ -16,23 +16,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from importlib import import_module
-from types import ModuleType
 from typing import Any, Literal
 
 import torch
 
-from megatron_trace.formats import (
-    four_over_six,
-    mxfp4,
-    mxfp8,
-    reference,
-    scales_e4m3,
-    scales_e8m0,
-)
+from megatron_trace.formats import four_over_six, reference, scales_e4m3, scales_e8m0
 from megatron_trace.formats.checks import as_row_scales, require_no_global_scale
 from megatron_trace.formats.constants import BLOCK_SIZE, E4M3_MAX, MX_BLOCK_SIZE
 from megatron_trace.formats.minifloat import E2M1, E4M3, Minifloat
+from megatron_trace.formats.mx import mxfp4, mxfp8
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,9 +40,8 @@ class NumberFormat:
             for a format without a global scale.
         has_residues: Whether block scales may be kept as residues modulo 8. The two scales of
             4over6 are more than 3 steps apart, and MX blocks may have hints of zeros only.
-        specification: Module of `encode`, `decode`, `rtn`, `rtn_record`, `guided_codes`, `guided`,
+        specification: What has `encode`, `decode`, `rtn`, `rtn_record`, `guided_codes`, `guided`,
             `own_scale_bytes` and `scale_distance`, in plain torch.
-        kernels_name: Module of `rtn`, `rtn_record` and `guided` in Triton.
         rules: Arguments of the functions that choose block scales; both sides must have the same.
     """
 
@@ -60,8 +51,7 @@ class NumberFormat:
     scale_encoding: Literal["e4m3", "e8m0"]
     largest_block_scale: float | None
     has_residues: bool
-    specification: ModuleType
-    kernels_name: str
+    specification: Any
     rules: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -84,11 +74,6 @@ class NumberFormat:
         """The value of the only rule; empty if there is none."""
         (rule,) = self.rules.values() or ("",)
         return rule
-
-    @property
-    def kernels(self) -> ModuleType:
-        """The Triton kernels, imported now: Triton looks for a GPU driver when it is imported."""
-        return import_module(f"{__package__}.{self.kernels_name}")
 
     def global_scale_from_amax(
         self, amax: torch.Tensor | float, power_of_two: bool = False
@@ -148,7 +133,6 @@ NVFP4 = NumberFormat(
     largest_block_scale=E4M3_MAX,
     has_residues=True,
     specification=reference,
-    kernels_name="kernels",
 )
 NVFP4_4OVER6 = NumberFormat(
     name="nvfp4_4over6",
@@ -158,7 +142,6 @@ NVFP4_4OVER6 = NumberFormat(
     largest_block_scale=four_over_six.E4M3_MAX_SIX,
     has_residues=False,
     specification=four_over_six,
-    kernels_name="kernels_four_over_six",
     rules={"error": "mse"},
 )
 MXFP4 = NumberFormat(
@@ -169,7 +152,6 @@ MXFP4 = NumberFormat(
     largest_block_scale=None,
     has_residues=False,
     specification=mxfp4,
-    kernels_name="kernels_mxfp4",
     rules={"scale_rule": scales_e8m0.DEFAULT_RULE},
 )
 MXFP8 = NumberFormat(
@@ -180,7 +162,6 @@ MXFP8 = NumberFormat(
     largest_block_scale=None,
     has_residues=False,
     specification=mxfp8,
-    kernels_name="kernels_mxfp8",
     rules={"scale_rule": scales_e8m0.DEFAULT_RULE},
 )
 NUMBER_FORMATS = {fmt.name: fmt for fmt in (NVFP4, NVFP4_4OVER6, MXFP4, MXFP8)}

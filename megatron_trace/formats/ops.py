@@ -42,8 +42,11 @@ def rtn(
     Raises:
         ValueError: K is not a multiple of the block size, or the implementation cannot run on x.
     """
-    module = _module(number_format, implementation, x)
-    y = module.rtn(x.detach(), global_scale, dtype=dtype, **number_format.rules)
+    values = x.detach()
+    if takes_triton(implementation, x):
+        y = _kernels().rtn(values, global_scale, number_format, dtype=dtype)
+    else:
+        y = _nearest(values, global_scale, number_format, dtype)
     return straight_through(x, y)
 
 
@@ -76,8 +79,11 @@ def rtn_record(
         ValueError: K is not a multiple of the block size, num_bits is not that of a hint, or the
             implementation cannot run on x.
     """
-    module = _module(number_format, implementation, x)
-    return module.rtn_record(
+    if takes_triton(implementation, x):
+        return _kernels().rtn_record(
+            x.detach(), global_scale, number_format, num_bits=num_bits, dtype=dtype
+        )
+    return number_format.specification.rtn_record(
         x.detach(), global_scale, num_bits=num_bits, dtype=dtype, **number_format.rules
     )
 
@@ -115,28 +121,23 @@ def guided(
             a hint, or the implementation cannot run on x.
     """
     values = x.detach()
-    module = _module(number_format, implementation, x)
-    if has_hint is None:
-        y = module.guided(values, hint, scale_bytes, global_scale, num_bits=num_bits, dtype=dtype)
-        return straight_through(x, y)
-    present = _rows_with_hint(has_hint, x)
+    options = {"num_bits": num_bits, "dtype": dtype}
+    if has_hint is not None:
+        _require_rows(has_hint, x)
     if takes_triton(implementation, x):
-        y = _rows_kernels().guided(
-            values,
-            hint,
-            scale_bytes,
-            has_hint,
-            global_scale,
-            number_format,
-            num_bits=num_bits,
-            dtype=dtype,
-        )
+        tensors = (values, hint, scale_bytes)
+        if has_hint is None:
+            y = _kernels().guided(*tensors, global_scale, number_format, **options)
+        else:
+            y = _rows_kernels().guided(*tensors, has_hint, global_scale, number_format, **options)
         return straight_through(x, y)
-    y = module.guided(values, hint, scale_bytes, global_scale, num_bits=num_bits, dtype=dtype)
+    y = number_format.specification.guided(values, hint, scale_bytes, global_scale, **options)
+    if has_hint is None:
+        return straight_through(x, y)
     if isinstance(global_scale, torch.Tensor) and global_scale.numel() > 1:
-        nearest = module.rtn(values, global_scale, dtype=dtype, **number_format.rules)
-        return straight_through(x, torch.where(present, y, nearest))
-    y[~has_hint] = module.rtn(values[~has_hint], global_scale, dtype=dtype, **number_format.rules)
+        nearest = _nearest(values, global_scale, number_format, dtype)
+        return straight_through(x, torch.where(has_hint.unsqueeze(-1), y, nearest))
+    y[~has_hint] = _nearest(values[~has_hint], global_scale, number_format, dtype)
     return straight_through(x, y)
 
 
@@ -228,7 +229,7 @@ def guided_packed(
         ValueError: As `guided`.
     """
     if has_hint is not None:
-        _rows_with_hint(has_hint, x)
+        _require_rows(has_hint, x)
     if takes_triton(implementation, x):
         if has_hint is None:
             has_hint = torch.ones(x.shape[:-1], dtype=torch.bool, device=x.device)
@@ -398,8 +399,20 @@ def takes_triton(name: Implementation, values: torch.Tensor) -> bool:
     return name == "triton" or (name == "auto" and values.is_cuda)
 
 
-def _module(number_format: NumberFormat, name: Implementation, x: torch.Tensor) -> ModuleType:
-    return number_format.kernels if takes_triton(name, x) else number_format.specification
+def _nearest(
+    values: torch.Tensor,
+    global_scale: torch.Tensor | float | None,
+    number_format: NumberFormat,
+    dtype: torch.dtype | None,
+) -> torch.Tensor:
+    return number_format.specification.rtn(values, global_scale, dtype=dtype, **number_format.rules)
+
+
+def _kernels() -> ModuleType:
+    # Only here: Triton looks for a GPU driver when it is imported.
+    from megatron_trace.formats import kernels_whole
+
+    return kernels_whole
 
 
 def _codec(name: Implementation, values: torch.Tensor) -> ModuleType | None:
@@ -431,11 +444,9 @@ def _rows_kernels() -> ModuleType:
     return kernels_rows
 
 
-def _rows_with_hint(has_hint: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """Gives bool [..., 1]."""
+def _require_rows(has_hint: torch.Tensor, x: torch.Tensor) -> None:
     if has_hint.dtype != torch.bool or has_hint.shape != x.shape[:-1]:
         raise ValueError(
             f"has_hint must be bool {tuple(x.shape[:-1])}, one for each row; got "
             f"{has_hint.dtype} {tuple(has_hint.shape)}"
         )
-    return has_hint.unsqueeze(-1)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from megatron_trace.formats import kernels, reference
+from megatron_trace.formats import NVFP4, kernels_whole, reference
 from megatron_trace.formats.kernels_inputs import Launch
 from megatron_trace.testing.assertions import assert_same_bytes
 
@@ -39,7 +39,7 @@ def assert_kernels_equal_reference(
         AssertionError: Something differs; names it, and the first place.
     """
     trainer_x = x * 1.02 if trainer_x is None else trainer_x
-    options = {} if launch is None else {"launch": launch}
+    options = {"dtype": dtype, "launch": launch}
     scale = torch.as_tensor(global_scale, dtype=torch.float32)
 
     def specified(
@@ -62,10 +62,10 @@ def assert_kernels_equal_reference(
         # The payload of a NaN that was computed is the processor's own.
         assert_same_bytes(got.to(expected.device), expected, f"{what} {name}", any_nan=True)
 
-    check(kernels.rtn(x, scale, dtype=dtype, **options), specified(reference.rtn, x)[0], "rtn")
+    check(kernels_whole.rtn(x, scale, NVFP4, **options), specified(reference.rtn, x)[0], "rtn")
     generator = torch.Generator(x.device).manual_seed(0)
     for num_bits in (1, 2, 4):
-        got = kernels.rtn_record(x, scale, num_bits=num_bits, dtype=dtype, **options)
+        got = kernels_whole.rtn_record(x, scale, NVFP4, num_bits=num_bits, **options)
         expected = specified(reference.rtn_record, x, num_bits=num_bits)
         for name, mine, theirs in zip(("y", "hint", "scale bytes"), got, expected, strict=True):
             check(mine, theirs, f"rtn_record, {num_bits} bit, {name}")
@@ -74,8 +74,8 @@ def assert_kernels_equal_reference(
             0, 256, hint.shape, dtype=torch.uint8, device=x.device, generator=generator
         )
         for name, payload in (("its hints", hint), ("random hints", other)):
-            y = kernels.guided(
-                trainer_x, payload, scale_bytes, scale, num_bits=num_bits, dtype=dtype, **options
+            y = kernels_whole.guided(
+                trainer_x, payload, scale_bytes, scale, NVFP4, num_bits=num_bits, **options
             )
             expected_y = specified(
                 reference.guided, trainer_x, payload, scale_bytes, num_bits=num_bits

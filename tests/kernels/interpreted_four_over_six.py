@@ -4,10 +4,11 @@ python interpreted_four_over_six.py DEVICE        prints how many inputs were co
 """
 
 import sys
+from dataclasses import replace
 
 import torch
 
-from megatron_trace.formats import four_over_six, kernels_four_over_six
+from megatron_trace.formats import NVFP4_4OVER6, four_over_six, kernels_whole
 from megatron_trace.formats.kernels_inputs import Launch
 from megatron_trace.testing.assertions import assert_same_bytes
 from megatron_trace.testing.hard_inputs import hard_inputs
@@ -39,13 +40,12 @@ def _compare(x: torch.Tensor, scale: torch.Tensor, error: str, device: str, what
     def check(got: torch.Tensor, expected: torch.Tensor, name: str) -> None:
         assert_same_bytes(got.cpu(), expected, f"{what} {error} {name}", any_nan=True)
 
-    on_device, launch = x.to(device), LAUNCHES[device]
+    number_format = replace(NVFP4_4OVER6, rules={"error": error})
+    given, launch = (x.to(device), scale, number_format), LAUNCHES[device]
     y = four_over_six.rtn(x, scale, error=error)
-    check(kernels_four_over_six.rtn(on_device, scale, error=error, launch=launch), y, "rtn")
+    check(kernels_whole.rtn(*given, launch=launch), y, "rtn")
     for bits in (1, 2, 4) if device == "cuda" else (4,):
-        got = kernels_four_over_six.rtn_record(
-            on_device, scale, num_bits=bits, error=error, launch=launch
-        )
+        got = kernels_whole.rtn_record(*given, num_bits=bits, launch=launch)
         expected = four_over_six.rtn_record(x, scale, num_bits=bits, error=error)
         for name, mine, theirs in zip(("y", "hint", "bytes"), got, expected, strict=True):
             check(mine, theirs, f"record {bits} {name}")

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from megatron_trace.formats import NVFP4_4OVER6, ops
 from megatron_trace.testing.hard_inputs import hard_inputs
 
 NUM_INPUTS = len(hard_inputs())
@@ -28,7 +29,5 @@ def test_4over6_kernels_equal_the_reference_on_the_hard_inputs(run_program) -> N
 
 
 def test_4over6_kernels_refuse_a_cpu_tensor() -> None:
-    from megatron_trace.formats import kernels_four_over_six
-
     with pytest.raises(ValueError, match="needs x on a GPU; got cpu"):
-        kernels_four_over_six.rtn(torch.ones(2, 32), 1.0)
+        ops.rtn(torch.ones(2, 32), 1.0, number_format=NVFP4_4OVER6, implementation="triton")

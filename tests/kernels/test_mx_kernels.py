@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from megatron_trace.formats import MXFP4, MXFP8, ops
 from megatron_trace.testing.hard_inputs import hard_inputs
 
 # Of the hard inputs, one block of 16 and two without values hold no block of 32.
@@ -35,10 +36,9 @@ def test_the_scale_of_every_bf16_number_follows_without_a_division(run_program, 
 
 
 def test_mx_kernels_refuse_a_global_scale_and_a_cpu_tensor() -> None:
-    from megatron_trace.formats import kernels_mxfp4, kernels_mxfp8
-
-    for kernels in (kernels_mxfp4, kernels_mxfp8):
+    for number_format in (MXFP4, MXFP8):
+        options = {"number_format": number_format, "implementation": "triton"}
         with pytest.raises(ValueError, match="MX formats have no global scale"):
-            kernels.rtn(torch.ones(2, 32), 1.0)
+            ops.rtn(torch.ones(2, 32), 1.0, **options)
         with pytest.raises(ValueError, match="needs x on a GPU; got cpu"):
-            kernels.rtn(torch.ones(2, 32))
+            ops.rtn(torch.ones(2, 32), None, **options)
