@@ -9,7 +9,7 @@ from pathlib import Path
 from megatron_trace.formats.number_format import FORMAT_SETS
 from megatron_trace.hints.types import Site, site_format
 from megatron_trace.launching.model_flags import RunFlags
-from megatron_trace.models.fla_backward import NOT_INSTALLED, FlaSetup, why_fla_cannot_train
+from megatron_trace.models.fla_backward import FlaSetup, missing_fla, why_fla_cannot_train
 from megatron_trace.planning.sizes import ROUTING_ID_BYTES, hint_row_bytes
 
 GIB = 1 << 30
@@ -67,7 +67,7 @@ def reasons_against_node(flags: RunFlags, fla: FlaSetup | None) -> list[str]:
     """
     if not flags.trains_with_fla:
         return []
-    reason = NOT_INSTALLED if fla is None else why_fla_cannot_train(fla)
+    reason = missing_fla() if fla is None else why_fla_cannot_train(fla)
     return [] if reason is None else [reason]
 
 

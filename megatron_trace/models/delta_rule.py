@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from megatron.core.ssm import gated_delta_net as megatron_gdn
 
 from megatron_trace.config import DeltaRule
-from megatron_trace.models.fla_backward import NOT_INSTALLED, fla_setup, why_fla_cannot_train
+from megatron_trace.models.fla_backward import require_fla
 
 CHUNK_TOKENS = 64
 _L2_EPS = 1e-6
@@ -73,11 +73,7 @@ def delta_rule_kernels(
         )
     if not on_gpu:
         raise ValueError("delta_rule=fla needs a GPU, and this process has none; choose torch")
-    if not megatron_gdn.HAVE_FLA:
-        raise RuntimeError(NOT_INSTALLED)
-    reason = why_fla_cannot_train(fla_setup()) if trains else None
-    if reason is not None:
-        raise RuntimeError(reason)
+    require_fla(installed=megatron_gdn.HAVE_FLA, trains=trains)
     return DeltaRuleKernels(_convolve_fla, _normalise_fla, _mix_fla)
 
 

@@ -16,13 +16,6 @@ HOPPER = 9
 WRONG_FROM, RIGHT_FROM = (3, 4, 0), (3, 7, 1)
 
 
-NOT_INSTALLED = (
-    "Gated DeltaNet layers on a GPU compute with flash-linear-attention, which is not installed; "
-    "pip install 'megatron-trace[gpu]', or choose delta_rule=torch (--trace-delta-rule torch), "
-    "which is slow"
-)
-
-
 @dataclass(frozen=True)
 class FlaSetup:
     """What decides it.
@@ -36,6 +29,32 @@ class FlaSetup:
     capability: tuple[int, int]
     triton: str
     lacks: str
+
+
+def require_fla(*, installed: bool, trains: bool) -> None:
+    """Does nothing if fla can compute Gated DeltaNet layers on this process's GPU.
+
+    Args:
+        installed: Whether fla is there.
+        trains: Whether there will be a backward pass.
+
+    Raises:
+        RuntimeError: fla is missing, or has no backward pass here.
+    """
+    if not installed:
+        raise RuntimeError(missing_fla())
+    setup = fla_setup() if trains else None
+    if setup is not None and why_fla_cannot_train(setup) is not None:
+        raise RuntimeError(why_fla_cannot_train(setup))
+
+
+def missing_fla() -> str:
+    """Gives what to do where fla is not installed."""
+    return (
+        "Gated DeltaNet layers on a GPU compute with flash-linear-attention, which is not "
+        "installed; pip install 'megatron-trace[gpu]', or choose delta_rule=torch "
+        "(--trace-delta-rule torch), which is slow"
+    )
 
 
 def fla_setup() -> FlaSetup:
@@ -73,7 +92,7 @@ def why_fla_cannot_train(setup: FlaSetup) -> str | None:
     if not is_wrong or not setup.lacks:
         return None
     return (
-        f"flash-linear-attention has no right backward pass of Gated DeltaNet layers on this GPU "
+        "flash-linear-attention has no right backward pass of Gated DeltaNet layers on this GPU "
         f"(compute capability {'.'.join(map(str, setup.capability))}) with Triton {setup.triton}, "
         "which computes wrong gradients there, and cannot take TileLang's, because "
         f"{setup.lacks}; pip install 'megatron-trace[gpu]' and have nvcc, or choose "
