@@ -356,7 +356,10 @@ class RecordedConfig:
         pack_samples: Whether the samples of a micro-batch stand one after another in one sequence,
             instead of side by side padded to the longest; needs `attention=sdpa`.
         temperature: Temperature of the rollout's sampling.
-        prefetch: Whether a thread reads the hints of a step's next micro-batches meanwhile.
+        prefetch: Whether the hints of a step's next micro-batches are read meanwhile.
+        hint_reader: What reads them: `process` (one for each rank, which the training does not
+            wait for), `thread` (of the training's own process), or `auto`: a process on a GPU, a
+            thread on a CPU.
         hint_memory_mb: Most MiB of host memory for the hints of micro-batches that were read and
             not used yet, the one in use included, for each chunk of the model on a rank; prefetch
             needs room for two. A micro-batch whose hints alone take more is an error. Without it,
@@ -370,6 +373,7 @@ class RecordedConfig:
     pack_samples: bool = False
     temperature: float = 1.0
     prefetch: bool = False
+    hint_reader: Literal["auto", "process", "thread"] = "auto"
     hint_memory_mb: int | None = None
 
     def __post_init__(self) -> None:
@@ -383,6 +387,13 @@ class RecordedConfig:
                 "refuses packed sequences; choose attention=sdpa"
             )
         _require(self.temperature > 0, "temperature", "> 0", self.temperature)
+        readers = ("auto", "process", "thread")
+        _require(self.hint_reader in readers, "hint_reader", " or ".join(readers), self.hint_reader)
+        if self.hint_reader != "auto" and not self.prefetch:
+            raise ValueError(
+                f"hint_reader={self.hint_reader} has no effect without prefetch; set it, or leave "
+                "hint_reader out"
+            )
         bound = self.hint_memory_mb
         _require(bound is None or bound > 0, "hint_memory_mb", "> 0", bound)
 

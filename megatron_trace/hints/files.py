@@ -158,6 +158,10 @@ class HintFiles:
         )
         return dict(sorted(counts.items()))
 
+    def folder_of(self, sample_id: str) -> Path:
+        """Gives the folder that a sample would be in: this one."""
+        return self.folder
+
     def sample(self, sample_id: str) -> RolloutSample:
         """Gives a sample as the rollout returned it.
 

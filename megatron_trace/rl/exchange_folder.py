@@ -5,12 +5,8 @@ from __future__ import annotations
 import copy
 from pathlib import Path
 
-from megatron_trace.hints.files import HintFiles
-from megatron_trace.hints.part import HintPart
-from megatron_trace.hints.sample_file import Place
+from megatron_trace.hints.folders import HintFolders
 from megatron_trace.hints.settings_file import load_settings
-from megatron_trace.hints.store import RecordKind
-from megatron_trace.hints.types import HintKey, SiteHint
 from megatron_trace.rl.exchange import RUN_FILE, Batch, Exchange
 from megatron_trace.rl.rollout_folder import RewardedSample, RolloutFolder, advantages_of
 from megatron_trace.rl_config import LossConfig
@@ -79,7 +75,7 @@ class ExchangeFolder:
         self.exchange = exchange
         self.folder = exchange.folder
         self.settings = load_settings(exchange.wait_for_settings()) if quantised else None
-        self.hints = _HintsOfWorkers(exchange)
+        self.hints = HintFolders()
         self._batches: dict[int, tuple[Batch, dict[str, float]]] = {}
 
     def __len__(self) -> int:
@@ -96,9 +92,20 @@ class ExchangeFolder:
         """
         batch, advantages = self._batch(index // self.exchange.settings.samples_per_batch)
         reward = batch.rewards[index % self.exchange.settings.samples_per_batch]
-        name = reward.sample_id
-        self.hints.sources[name] = batch.folder
-        return RewardedSample(self.hints.reader(name).sample(name), reward.reward, advantages[name])
+        name = self.sample_id(index)
+        return RewardedSample(self.hints.sample(name), reward.reward, advantages[name])
+
+    def sample_id(self, index: int) -> str:
+        """Gives the name of a sample, by which `hints` can read it; waits for its batch.
+
+        Raises:
+            PausedError: See `__getitem__`, as the next one.
+            RuntimeError: The sample is of a version beyond the bound, or of a later one.
+        """
+        batch, _ = self._batch(index // self.exchange.settings.samples_per_batch)
+        name = batch.rewards[index % self.exchange.settings.samples_per_batch].sample_id
+        self.hints.sources[name] = self.exchange.folder / batch.folder
+        return name
 
     def advantage(self, index: int) -> float:
         """Gives a sample's advantage without reading its file."""
@@ -138,7 +145,7 @@ class ExchangeFolder:
     def with_own_reader(self) -> ExchangeFolder:
         """Gives the same samples, to be read by another thread."""
         other = copy.copy(self)
-        other.hints, other._batches = _HintsOfWorkers(self.exchange), {}
+        other.hints, other._batches = HintFolders(), {}
         return other
 
     def _batch(self, number: int) -> tuple[Batch, dict[str, float]]:
@@ -160,47 +167,6 @@ class ExchangeFolder:
     @property
     def _batches_kept(self) -> int:
         return self.exchange.settings.batches_per_step
-
-
-class _HintsOfWorkers:
-    """Hints of all workers' folders: a `HintSource`.
-
-    Attributes:
-        sources: Folder of each sample, relative to the run's.
-    """
-
-    def __init__(self, exchange: Exchange) -> None:
-        self.sources: dict[str, str] = {}
-        self._exchange = exchange
-        self._readers: dict[str, HintFiles] = {}
-
-    def reader(self, sample_id: str) -> HintFiles:
-        """Gives the reader of the folder that a sample is in.
-
-        Raises:
-            LookupError: The sample was not asked for before.
-        """
-        if sample_id not in self.sources:
-            raise LookupError(f"{self._exchange.folder}: sample {sample_id} is of no known batch")
-        name = self.sources[sample_id]
-        if name not in self._readers:
-            self._readers[name] = HintFiles(self._exchange.folder / name)
-        return self._readers[name]
-
-    def get(
-        self,
-        key: HintKey,
-        *,
-        num_rows: int,
-        kind: RecordKind = RecordKind.HINT,
-        part: HintPart | None = None,
-    ) -> SiteHint:
-        """Gives the record of one sample at one place; see `HintFiles.get`."""
-        return self.reader(key.sample_id).get(key, num_rows=num_rows, kind=kind, part=part)
-
-    def places(self, sample_id: str, kind: RecordKind = RecordKind.HINT) -> tuple[Place, ...]:
-        """Gives the (layer, site) of a sample's records in ascending order."""
-        return self.reader(sample_id).places(kind)
 
 
 Samples = RolloutFolder | ExchangeFolder

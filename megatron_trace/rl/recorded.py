@@ -29,6 +29,7 @@ from megatron_trace.rl.objectives.settings import loss_settings
 from megatron_trace.rl.objectives.values import PolicyBatch
 from megatron_trace.rl.recorded_pass import Indices, RecordedPass, part_of
 from megatron_trace.rl_config import LossConfig
+from megatron_trace.training.hint_reader import HintReader, wants_process
 from megatron_trace.training.megatron_model import trace_sites
 from megatron_trace.training.micro_batch import MicroBatch
 from megatron_trace.training.model import (
@@ -145,6 +146,7 @@ class RecordedTraining:
         self._skipped = False
         # Of each stage on this rank, by the identity of its sites.
         self._readers: dict[int, list[Samples]] = {}
+        self._process: HintReader | None = None
         self._passes: dict[int, RecordedPass] = {}
 
     def datasets(
@@ -377,10 +379,13 @@ class RecordedTraining:
         return "\n".join(lines)
 
     def close(self) -> None:
-        """Ends the threads that read ahead."""
+        """Ends what reads ahead."""
         for ahead in self._passes.values():
             ahead.close()
         self._passes.clear()
+        if self._process is not None:
+            self._process.close()
+            self._process = None
 
     def _read(self, indices: Indices, sites: TraceSites) -> MicroBatch:
         folder = self.folders[part_of(indices)]
@@ -401,6 +406,10 @@ class RecordedTraining:
             return current
         if id(sites) not in self._readers:
             self._readers[id(sites)] = [folder.with_own_reader() for folder in self.folders]
+        if self._process is None and wants_process(
+            self.recorded.hint_reader, sites.device, self.folders[0].hints
+        ):
+            self._process = HintReader(sites.device)  # One for all stages of this rank.
         assert self.num_micro_batches is not None, "checked at the start"
         self._passes[id(sites)] = RecordedPass(
             data_iterator,
@@ -410,6 +419,7 @@ class RecordedTraining:
             max_host_bytes=self._max_host_bytes,
             num_positions=self.num_positions,
             packed=self.recorded.pack_samples,
+            reader=self._process,
         )
         return self._passes[id(sites)]
 

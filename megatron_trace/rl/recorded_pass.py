@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from megatron_trace.rl.exchange_folder import Samples
+from megatron_trace.training.hint_reader import HintReader
 from megatron_trace.training.micro_batch import MicroBatch
 from megatron_trace.training.prefetch import MicroBatchPrefetcher
 from megatron_trace.training.sites import TraceSites
@@ -37,6 +38,7 @@ class RecordedPass:
         max_host_bytes: As of `MicroBatchPrefetcher`.
         num_positions: As of `MicroBatchPrefetcher`.
         packed: As of `MicroBatchPrefetcher`.
+        reader: As of `MicroBatchPrefetcher`.
     """
 
     def __init__(
@@ -49,18 +51,21 @@ class RecordedPass:
         max_host_bytes: int | None,
         num_positions: int | None,
         packed: bool,
+        reader: HintReader | None,
     ) -> None:
         batches = [next(data_iterator) for _ in range(num_micro_batches)]
-        reader = readers[part_of(batches[0])]
+        folder = readers[part_of(batches[0])]
         self._data_iterator = data_iterator
         self._waiting = deque(batches)
         self._prefetcher = MicroBatchPrefetcher(
-            ([reader[n].sample for n in batch["sample"].tolist()] for batch in batches),
-            reader.hints,
+            # By names: what reads the hints reads the samples, too.
+            ([folder.sample_id(n) for n in batch["sample"].tolist()] for batch in batches),
+            folder.hints,
             sites,
             max_host_bytes=max_host_bytes,
             num_positions=num_positions,
             packed=packed,
+            reader=reader,
         )
 
     @property
@@ -86,7 +91,7 @@ class RecordedPass:
         return self._waiting[0]
 
     def next_micro_batch(self) -> MicroBatch:
-        """Gives the next micro-batch; after the last one, the reading thread has ended.
+        """Gives the next micro-batch; after the last one, nothing is read any more.
 
         Raises:
             LookupError: See `make_micro_batch`.
@@ -99,5 +104,5 @@ class RecordedPass:
         return micro_batch
 
     def close(self) -> None:
-        """Ends the reading thread."""
+        """Ends the reading ahead."""
         self._prefetcher.close()

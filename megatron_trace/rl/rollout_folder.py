@@ -223,6 +223,10 @@ class RolloutFolder:
             self.hints.sample(name), self._rewards[name].reward, self._advantages[name]
         )
 
+    def sample_id(self, index: int) -> str:
+        """Gives the name of a sample, by which `hints` can read it, without reading its file."""
+        return self._sample_ids[index]
+
     def advantage(self, index: int) -> float:
         """Gives a sample's advantage without reading its file."""
         return self._advantages[self._sample_ids[index]]

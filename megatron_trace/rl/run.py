@@ -32,6 +32,7 @@ from megatron_trace.rollout.decode_graphs import require_static_experts
 from megatron_trace.rollout.engine import RolloutEngine
 from megatron_trace.rollout.sampling import SamplingSettings
 from megatron_trace.rollout.weights import holds_bits, plain_digest
+from megatron_trace.training.hint_reader import HintReader, HintReaderChoice, wants_process
 from megatron_trace.training.model import TrainerAttention, build_trainer_model
 from megatron_trace.training.sites import TraceSites
 from megatron_trace.training.te_choice import without_recipe
@@ -191,6 +192,7 @@ class RlRun:
         store: Hints of the samples that are not trained on yet.
         progress: How far the run is.
         reader: Reads the files of `store` in the thread that reads ahead; None without files.
+        process: Process that reads them instead; None lets the thread do it.
         max_hint_bytes: Most bytes of hints that it may hold; None for one micro-batch ahead.
     """
 
@@ -207,6 +209,7 @@ class RlRun:
     store: HintStore | HintFilesWriter = field(default_factory=HintStore)
     progress: Progress = field(default_factory=Progress)
     reader: HintFiles | None = None
+    process: HintReader | None = None
     max_hint_bytes: int | None = None
 
     @property
@@ -255,6 +258,7 @@ def build_run(
     model_id: str = "",
     hint_folder: str | Path | None = None,
     max_hint_bytes: int | None = None,
+    hint_reader: HintReaderChoice = "auto",
     rotary_percent: float = 1.0,
     rotary_base: int = 10_000,
 ) -> RlRun:
@@ -273,6 +277,7 @@ def build_run(
             memory.
         max_hint_bytes: Most bytes of hints that are read ahead from it, the micro-batch in use
             included; None reads one micro-batch ahead.
+        hint_reader: What reads ahead: `process`, `thread`, or `auto`: a process on a GPU.
         rotary_percent: Share of the head dim that RoPE rotates.
         rotary_base: Base period of RoPE.
 
@@ -285,6 +290,12 @@ def build_run(
             f"max_hint_bytes={max_hint_bytes} has no effect without hint_folder, or with "
             f"updates_per_rollout={settings.updates_per_rollout} (must be 1): all hints of a step "
             "are in memory then; leave it out"
+        )
+    if hint_reader != "auto" and (hint_folder is None or settings.updates_per_rollout > 1):
+        raise ValueError(
+            f"hint_reader={hint_reader} has no effect without hint_folder, or with "
+            f"updates_per_rollout={settings.updates_per_rollout} (must be 1): nothing is read "
+            "ahead then; leave it out"
         )
     require_measurable(settings.health, settings.trace)
     prompts = encode_prompts(
@@ -329,6 +340,8 @@ def build_run(
     run = RlRun(settings, task, items, prompts, **vars(parts), build_parts=build_parts, store=store)
     if hint_folder is not None:
         run.reader, run.max_hint_bytes = HintFiles(hint_folder), max_hint_bytes
+        if wants_process(hint_reader, run.sites.device, run.reader):
+            run.process = HintReader(run.sites.device)
     return run
 
 

@@ -110,6 +110,7 @@ def streamed_batches(
         max_host_bytes=run.max_hint_bytes,
         padding_token=PADDING_TOKEN,
         packed=run.settings.pack_samples,
+        reader=run.process,
     ) as prefetcher:
         yield (
             TrainingBatch(micro_batch, advantages[rows])

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_trace.hints.sharding import padded_length, token_positions
 from megatron_trace.hints.types import Site
+
+if TYPE_CHECKING:  # What reads ahead in a process of its own imports no Megatron.
+    from megatron.core.process_groups_config import ProcessGroupCollection
 
 # Sequence parallelism splits the rows of these sites; K and V see all of their CP rank.
 TOKEN_SITES = (Site.FC1, Site.FC2)

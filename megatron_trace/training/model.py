@@ -41,8 +41,8 @@ from megatron_trace.training.experts import (
 )
 from megatron_trace.training.logprobs import chosen_logprobs, target_logprobs, whole_samples
 from megatron_trace.training.micro_batch import MicroBatch
+from megatron_trace.training.model_shape import model_shape
 from megatron_trace.training.routing import install_keyed_replay
-from megatron_trace.training.shape import model_shape
 from megatron_trace.training.sites import TraceSites
 from megatron_trace.training.te_choice import (
     ExpertsKind,

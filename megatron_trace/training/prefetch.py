@@ -1,18 +1,17 @@
-"""Micro-batches read ahead by one thread, within a bound on the host memory of their hints.
+"""Micro-batches read ahead, within a bound on the host memory of their hints.
 
-    files -- thread: map, check, copy --> page-locked host memory -- side stream --> device
-             at most `max_host_bytes` of hints                       one micro-batch ahead
+    files -- process or thread: map, check, copy --> page-locked memory -- side stream --> device
+             at most `max_host_bytes` of hints                          one micro-batch ahead
 
 Each micro-batch is what `make_micro_batch` gives, in the same order: only when it is read differs.
-On a CPU the thread is all there is, and a micro-batch's own memory is the host's.
+A thread reads by itself; for a process (`HintReader`) it only carries messages. On a CPU the host's
+memory is the device's.
 """
 
 from __future__ import annotations
 
 import contextlib
-import threading
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
@@ -21,144 +20,28 @@ from typing import Self
 import torch
 
 from megatron_trace.hints.files import HintFiles, HintSource
+from megatron_trace.hints.folders import HintFolders
 from megatron_trace.hints.types import RolloutSample
+from megatron_trace.training.hint_reader import HintReader, SharedMicroBatch, require_files
 from megatron_trace.training.micro_batch import (
     MicroBatch,
+    MovedMicroBatch,
     StagedMicroBatch,
-    map_tensors,
-    planned_hint_bytes,
-    stage_micro_batch,
+    staged,
 )
+from megatron_trace.training.read_ahead import Held, Job, ReadAhead, require_within
 from megatron_trace.training.sites import TraceSites
+from megatron_trace.training.staging_job import StagingJob
 
-# Without a bound on bytes: the item in use, and the next one.
-_ITEMS_WITHOUT_BOUND = 2
-
-
-@dataclass(frozen=True)
-class Job[T]:
-    """Something to make, and the bytes that it will hold.
-
-    Attributes:
-        num_bytes: Bytes, at most.
-        build: Makes it.
-    """
-
-    num_bytes: int
-    build: Callable[[], T]
-
-
-@dataclass(frozen=True, eq=False)
-class Held[T]:
-    """Something that was made, whose bytes count until it is given back."""
-
-    item: T
-    num_bytes: int
-
-
-class ReadAhead[T]:
-    """Does jobs in one thread, in order, while the bytes of what is held stay within a bound.
-
-    What was taken counts until it is released; release it before waiting for the next one.
-
-    Args:
-        jobs: Iterated in the thread, like all that it reads from.
-        max_bytes: Most bytes that may be held; None for one item more than the one in use.
-
-    Attributes:
-        peak_bytes: Most bytes that were held at a time.
-    """
-
-    def __init__(self, jobs: Iterable[Job[T]], *, max_bytes: int | None) -> None:
-        self.peak_bytes = 0
-        self._max_bytes = max_bytes
-        self._changed = threading.Condition()
-        self._ready: deque[Held[T]] = deque()
-        self._held_items = self._held_bytes = 0
-        self._error: BaseException | None = None
-        self._ended = self._closed = False
-        self._thread = threading.Thread(
-            target=self._work, args=(jobs,), name="trace-prefetch", daemon=True
-        )
-        self._thread.start()
-
-    def take(self, *, wait: bool = True) -> Held[T] | None:
-        """Gives the next item; None after the last one.
-
-        Args:
-            wait: Whether to wait for it; if not, None also says that it is not there yet.
-
-        Raises:
-            BaseException: What making this item raised; of a bound that it exceeds, ValueError.
-        """
-        with self._changed:
-            while wait and not (self._ready or self._ended):
-                self._changed.wait()
-            if self._ready:
-                return self._ready.popleft()
-            if wait and self._error is not None:
-                raise self._error
-            return None
-
-    def release(self, held: Held[T]) -> None:
-        """Says that the memory of an item that was taken is free again."""
-        with self._changed:
-            self._held_items -= 1
-            self._held_bytes -= held.num_bytes
-            self._changed.notify_all()
-
-    def close(self) -> None:
-        """Ends the thread, after the item that it is making."""
-        with self._changed:
-            self._closed = True
-            self._ready.clear()
-            self._changed.notify_all()
-        self._thread.join()
-
-    def _work(self, jobs: Iterable[Job[T]]) -> None:
-        error = None
-        try:
-            for job in jobs:
-                if not self._reserve(job.num_bytes):
-                    break
-                held = Held(job.build(), job.num_bytes)
-                # Nothing of it may outlive its use by waiting here for the next one.
-                del job
-                self._give(held)
-                del held
-        except BaseException as raised:  # noqa: BLE001  `take` raises it in the consumer's thread.
-            error = raised
-        with self._changed:
-            self._error, self._ended = error, True
-            self._changed.notify_all()
-
-    def _reserve(self, num_bytes: int) -> bool:
-        """Waits until so many bytes may be held; gives False if nobody wants them any more."""
-        require_within(num_bytes, self._max_bytes)
-        with self._changed:
-            while not self._closed and self._is_full(num_bytes):
-                self._changed.wait()
-            self._held_items += 1
-            self._held_bytes += num_bytes
-            self.peak_bytes = max(self.peak_bytes, self._held_bytes)
-            return not self._closed
-
-    def _is_full(self, num_bytes: int) -> bool:
-        if self._max_bytes is None:
-            return self._held_items >= _ITEMS_WITHOUT_BOUND
-        return self._held_bytes + num_bytes > self._max_bytes
-
-    def _give(self, held: Held[T]) -> None:
-        with self._changed:
-            if not self._closed:
-                self._ready.append(held)
-            self._changed.notify_all()
+# Samples of a micro-batch, or their names in a store of files.
+Wanted = Sequence[RolloutSample] | Sequence[str]
+OnHost = StagedMicroBatch | SharedMicroBatch
 
 
 @dataclass(frozen=True, eq=False)
 class _OnDevice:
-    micro_batch: MicroBatch
-    held: Held[StagedMicroBatch]
+    moved: MovedMicroBatch
+    held: Held[OnHost]
     copied: torch.cuda.Event | None
 
 
@@ -167,25 +50,31 @@ class MicroBatchPrefetcher:
 
     The hints of a micro-batch count as held from before they are read until the next one is asked
     for, so reading overlaps with training if the bound holds two. One whose hints alone exceed the
-    bound raises. On a GPU what counts is page-locked memory (torch rounds each tensor of it up to
-    a power of two), and the copy of the next micro-batch runs beside the use of this one.
-    Beyond the bound come the mapped pages of the micro-batch that is being read, which the system
-    can drop, and on a CPU those micro-batches that a pipeline has in flight.
+    bound raises. On a GPU what counts is page-locked memory (a thread's is rounded up by torch,
+    each micro-batch to a power of two; a process's to half of one), and the copy of the next
+    micro-batch runs beside the use of this one. Beyond the bound come the mapped pages of the
+    micro-batch that is being read, which the system can drop, and on a CPU those micro-batches that
+    a pipeline has in flight.
 
     Args:
-        batches: The samples of each micro-batch; iterated in the thread.
-        store: Where the hints are; the prefetcher's own, as `HintFiles` is not safe for two
-            threads. Files of samples that were read are closed again.
+        batches: The samples of each micro-batch, or their names in a store of files, which is the
+            cheaper way; iterated in a thread.
+        store: Where the hints are. With a thread the prefetcher's own, as `HintFiles` is not safe
+            for two; files of samples that were read are closed again.
         sites: `TraceSites` of the model that will forward them; its settings must not change.
         max_host_bytes: Most bytes of hints that may be held; None for one micro-batch ahead.
         padding_token: Token id of padding.
         num_positions: S of all micro-batches, or T; None takes the least of each.
         packed: Whether samples stand one after another.
+        reader: Process that reads; None lets the thread do it.
+
+    Raises:
+        ValueError: There is a reader, but the hints are in memory.
     """
 
     def __init__(
         self,
-        batches: Iterable[Sequence[RolloutSample]],
+        batches: Iterable[Wanted],
         store: HintSource | None,
         sites: TraceSites,
         *,
@@ -193,27 +82,23 @@ class MicroBatchPrefetcher:
         padding_token: int = 0,
         num_positions: int | None = None,
         packed: bool = False,
+        reader: HintReader | None = None,
     ) -> None:
-        self._device = sites.device
+        if reader is not None and store is not None:
+            require_files(store)
+        self._sites, self._device = sites, sites.device
         on_gpu = self._device.type == "cuda"
         self._stream = torch.cuda.Stream(self._device) if on_gpu else None
         self._in_use: _OnDevice | None = None
         self._next: _OnDevice | None = None
-        self._ahead = ReadAhead(
-            (
-                reading_job(
-                    samples,
-                    store,
-                    sites,
-                    padding_token=padding_token,
-                    num_positions=num_positions,
-                    packed=packed,
-                    pin_memory=on_gpu,
-                )
-                for samples in batches
-            ),
-            max_bytes=max_host_bytes,
-        )
+        self._reader = reader
+        self._client = None if reader is None else reader.new_client()
+        form = _Form(padding_token, num_positions, packed)
+        if reader is None or self._client is None:
+            jobs = (reading_job(batch, store, sites, form, pin_memory=on_gpu) for batch in batches)
+        else:
+            jobs = _jobs_of(reader, self._client, batches, store, sites, form)
+        self._ahead = ReadAhead[OnHost](jobs, max_bytes=max_host_bytes)
 
     @property
     def peak_host_bytes(self) -> int:
@@ -255,26 +140,30 @@ class MicroBatchPrefetcher:
             stream.wait_event(current.copied)
             # Allocated on the side stream, which must not use the memory again before this one
             # is done with it.
-            map_tensors(current.micro_batch, partial(_used_on, stream))
-        return current.micro_batch
+            for memory in current.moved.memories:
+                memory.record_stream(stream)
+        return current.moved.micro_batch
 
     def close(self) -> None:
-        """Ends the thread; micro-batches that were given stay valid."""
+        """Ends the thread, and leaves the process to others; given micro-batches stay valid."""
         self._release_in_use()
         if self._next is not None and self._next.copied is not None:
             self._next.copied.synchronize()
         self._next = None
         self._ahead.close()
+        if self._reader is not None and self._client is not None:
+            self._reader.end(self._client)
+            self._reader = None
 
-    def _moved(self, held: Held[StagedMicroBatch] | None) -> _OnDevice | None:
+    def _moved(self, held: Held[OnHost] | None) -> _OnDevice | None:
         if held is None:
             return None
         if self._stream is None:
-            return _OnDevice(held.item.on_device(), held, None)
+            return _OnDevice(held.item.moved(non_blocking=False), held, None)
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            micro_batch, copied = held.item.on_device(non_blocking=True), torch.cuda.Event()
+            moved, copied = held.item.moved(non_blocking=True), torch.cuda.Event()
             copied.record(self._stream)
-        return _OnDevice(micro_batch, held, copied)
+        return _OnDevice(moved, held, copied)
 
     def _release_in_use(self) -> None:
         if self._in_use is None:
@@ -282,6 +171,8 @@ class MicroBatchPrefetcher:
         if self._in_use.copied is not None:
             self._in_use.copied.synchronize()
         held, self._in_use = self._in_use.held, None
+        if self._reader is not None and isinstance(held.item, SharedMicroBatch):
+            self._reader.release(held.item.segment)
         self._ahead.release(held)
 
 
@@ -308,54 +199,57 @@ def read_micro_batch(
         LookupError: See `make_micro_batch`.
         ValueError: See `make_micro_batch`; or its hints exceed the bound.
     """
-    job = reading_job(samples, store, sites, num_positions=num_positions, packed=packed)
+    form = _Form(num_positions=num_positions, packed=packed)
+    job = reading_job(samples, store, sites, form, pin_memory=False)
     require_within(job.num_bytes, max_host_bytes)
-    return job.build().on_device()
+    return job.build().moved(non_blocking=False).micro_batch
+
+
+@dataclass(frozen=True)
+class _Form:
+    """How samples become a micro-batch, as of `StagingJob`."""
+
+    padding_token: int = 0
+    num_positions: int | None = None
+    packed: bool = False
 
 
 def reading_job(
-    samples: Sequence[RolloutSample],
-    store: HintSource | None,
-    sites: TraceSites,
-    *,
-    padding_token: int = 0,
-    num_positions: int | None = None,
-    packed: bool = False,
-    pin_memory: bool = False,
-) -> Job[StagedMicroBatch]:
-    """Gives the job of reading a micro-batch, arguments as those of `stage_micro_batch`."""
+    batch: Wanted, store: HintSource | None, sites: TraceSites, form: _Form, *, pin_memory: bool
+) -> Job[OnHost]:
+    """Gives the job of reading a micro-batch in this process."""
+    files = store if isinstance(store, HintFiles | HintFolders) else None
+    samples = [of if isinstance(of, RolloutSample) else _named(of, files) for of in batch]
+    job = StagingJob(samples, store, sites.staging_plan(), **vars(form))
 
-    def build() -> StagedMicroBatch:
+    def build() -> OnHost:
         # A thread begins on device 0, where page-locked memory would make it a context.
         device = torch.cuda.device(sites.device) if pin_memory else contextlib.nullcontext()
         with device:
-            staged = stage_micro_batch(
-                samples,
-                store,
-                sites,
-                padding_token=padding_token,
-                num_positions=num_positions,
-                packed=packed,
-                pin_memory=pin_memory,
-            )
-        if isinstance(store, HintFiles):
-            store.release(sample.sample_id for sample in samples)
-        return staged
+            micro_batch = staged(job, sites, pin_memory=pin_memory)
+        if files is not None:
+            files.release(sample.sample_id for sample in samples)
+        return micro_batch
 
-    planned = planned_hint_bytes(samples, store, sites, num_positions=num_positions, packed=packed)
-    return Job(planned, build)
+    return Job(job.hint_bytes, build)
 
 
-def require_within(num_bytes: int, max_bytes: int | None) -> None:
-    """Raises ValueError if a micro-batch's hints alone exceed the bound."""
-    if max_bytes is not None and num_bytes > max_bytes:
-        raise ValueError(
-            f"the hints of a micro-batch take {num_bytes} bytes, but at most {max_bytes} may be "
-            "held; raise the bound (--trace-hint-memory-mb), or make micro-batches smaller "
-            "(--micro-batch-size)"
-        )
+def _named(name: str, files: HintFiles | HintFolders | None) -> RolloutSample:
+    if files is None:
+        raise ValueError(f"sample {name} is given by its name, which needs hints in files")
+    return files.sample(name)
 
 
-def _used_on(stream: torch.cuda.Stream, tensor: torch.Tensor) -> torch.Tensor:
-    tensor.record_stream(stream)
-    return tensor
+def _jobs_of(
+    reader: HintReader,
+    client: int,
+    batches: Iterable[Wanted],
+    store: HintSource | None,
+    sites: TraceSites,
+    form: _Form,
+) -> Iterator[Job[OnHost]]:
+    """Gives the jobs of having micro-batches read; what they do, a process does."""
+    reader.begin(client, sites)
+    for batch in batches:
+        size = reader.read(client, batch, store, **vars(form))
+        yield Job(size.hint_bytes, partial(reader.stage, client, size, sites))

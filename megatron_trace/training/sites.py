@@ -42,6 +42,7 @@ from megatron_trace.training.rounding import (
 from megatron_trace.training.scope import Scope, Scopes
 from megatron_trace.training.shape import ExpertMatrix, ModelShape, Place, place_name
 from megatron_trace.training.slots import RowOrigin, SlotRows, dispatched_slots, no_slot_hints
+from megatron_trace.training.staging_plan import StagingPlan
 from megatron_trace.training.weights import WeightRule
 
 if TYPE_CHECKING:
@@ -175,6 +176,21 @@ class TraceSites:
             raise RuntimeError("quantiser settings cannot change while a micro-batch is in force")
         require_reproduced(settings, self.trace, self.quantised_places)
         self._settings = settings
+
+    def staging_plan(self) -> StagingPlan:
+        """Gives what is read for micro-batches of this model, as it is set now.
+
+        Raises:
+            RuntimeError: The rollout's quantiser settings were not given yet.
+        """
+        return StagingPlan(
+            trace=self.trace,
+            shape=self.shape,
+            settings=self.settings if self.quantises else None,
+            recorded_places=self.recorded_places,
+            diagnostics=self.diagnostics,
+            forwards_packs=self.forwards_packs,
+        )
 
     @property
     def operand_dtype(self) -> torch.dtype:

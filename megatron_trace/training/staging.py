@@ -7,6 +7,7 @@ many copies, at tens of microseconds each, before it can go on.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Self
 
 import torch
 
@@ -18,14 +19,28 @@ class StagingMemory:
     """Memory from which tensors are cut, one after another.
 
     Args:
-        num_bytes: Bytes of all tensors; see `aligned_bytes`.
-        pin_memory: Whether it is page-locked, so that a stream can copy it while other work goes
-            on.
+        memory: uint8 [bytes] of zeros, which hold all tensors; see `aligned_bytes`.
     """
 
-    def __init__(self, num_bytes: int, *, pin_memory: bool) -> None:
-        self._memory = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=pin_memory)
+    def __init__(self, memory: torch.Tensor) -> None:
+        self._memory = memory
         self._used = 0
+
+    @classmethod
+    def new(cls, num_bytes: int, *, pin_memory: bool) -> Self:
+        """Gives new memory.
+
+        Args:
+            num_bytes: Its bytes.
+            pin_memory: Whether it is page-locked, so that a stream can copy it while other work
+                goes on.
+        """
+        return cls(torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=pin_memory))
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes from its start that hold tensors."""
+        return self._used
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Gives a new tensor of zeros."""
@@ -41,23 +56,30 @@ class StagingMemory:
 
     def moved(
         self, device: torch.device, *, non_blocking: bool
-    ) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Copies everything to a device, and gives what finds a tensor there.
+    ) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
+        """Copies everything to a device.
 
         Args:
             device: The device; if it is the host, nothing is copied.
             non_blocking: Whether the copy is left to the current stream.
+
+        Returns:
+            uint8 [bytes], the memory there; and what gives each tensor of this memory there.
         """
         there = self._memory[: self._used].to(device, non_blocking=non_blocking)
-        start = self._memory.data_ptr()
 
         def found(tensor: torch.Tensor) -> torch.Tensor:
-            first = tensor.data_ptr() - start if tensor.numel() else 0
-            assert tensor.is_contiguous(), "tensors of this memory are"
-            assert 0 <= first <= self._used - tensor.nbytes, "the tensor is of other memory"
+            first = self.start_of(tensor)
             return there[first : first + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
 
-        return found
+        return there, found
+
+    def start_of(self, tensor: torch.Tensor) -> int:
+        """Gives the byte at which a tensor of this memory begins; 0 of one without values."""
+        first = tensor.data_ptr() - self._memory.data_ptr() if tensor.numel() else 0
+        assert tensor.is_contiguous(), "tensors of this memory are"
+        assert 0 <= first <= self._used - tensor.nbytes, "the tensor is of other memory"
+        return first
 
 
 def aligned_bytes(num_bytes: int) -> int:

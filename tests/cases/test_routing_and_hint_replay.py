@@ -19,9 +19,9 @@ from megatron_trace.models.routing import replay_instances
 from megatron_trace.testing.assertions import assert_same_bytes
 from megatron_trace.testing.recorded_samples import random_samples
 from megatron_trace.testing.tiny_trainer import VOCAB_SIZE, recorded_rollout, tiny_trainer
+from megatron_trace.training.even_experts import even_experts
 from megatron_trace.training.micro_batch import make_micro_batch
 from megatron_trace.training.model import token_logprobs
-from megatron_trace.training.routing import even_experts
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 

@@ -90,7 +90,7 @@ def losses(training, model, passes=2):
     return torch.stack(found), [p.grad for p in model.parameters()], taken
 
 
-@pytest.mark.parametrize("bound", [{}, {"hint_memory_mb": 1}])
+@pytest.mark.parametrize("bound", [{}, {"hint_memory_mb": 1}, {"hint_reader": "process"}])
 def test_reading_ahead_changes_no_bit(training, model, bound):
     plain, plain_grads, plain_taken = losses(training(), model)
     ahead, ahead_grads, ahead_taken = losses(training(prefetch=True, **bound), model)
@@ -150,6 +150,11 @@ def test_settings_of_hints_are_refused_where_none_are_read(folder, recorded, fla
         RecordedTraining(
             TraceConfig(method="qat"), RecordedConfig(hint_dir=str(folder), **recorded)
         )
+
+
+def test_a_reader_without_reading_ahead_is_refused():
+    with pytest.raises(ValueError, match="hint_reader=process has no effect without prefetch"):
+        RecordedConfig(hint_reader="process")
 
 
 def test_a_bound_of_nothing_is_refused():

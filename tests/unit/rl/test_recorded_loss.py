@@ -17,7 +17,8 @@ from megatron_trace.rl.rollout_folder import Reward, commit_rollouts
 from megatron_trace.rl_config import LossConfig
 from megatron_trace.testing.single_process import single_process
 from megatron_trace.testing.tiny_trainer import VOCAB_SIZE, recorded_rollout, tiny_trainer
-from megatron_trace.training.micro_batch import RankRows, make_micro_batch
+from megatron_trace.training.batch_content import RankRows
+from megatron_trace.training.micro_batch import make_micro_batch
 
 # (prompt, response) tokens; one response is empty.
 LENGTHS = ((5, 3), (3, 0), (7, 4), (2, 6))

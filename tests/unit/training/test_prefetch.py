@@ -15,12 +15,8 @@ from megatron_trace.training.micro_batch import (
     planned_hint_bytes,
     stage_micro_batch,
 )
-from megatron_trace.training.prefetch import (
-    Job,
-    MicroBatchPrefetcher,
-    ReadAhead,
-    read_micro_batch,
-)
+from megatron_trace.training.prefetch import MicroBatchPrefetcher, read_micro_batch
+from megatron_trace.training.read_ahead import Job, ReadAhead
 
 PATIENCE_S = 60
 

@@ -11,9 +11,9 @@ from megatron.core.transformer.moe.router_replay import RouterReplay
 from megatron_trace.models.routing import replay_instances
 from megatron_trace.testing.assertions import tolerance
 from megatron_trace.testing.recorded_samples import random_samples
+from megatron_trace.training.even_experts import even_experts
 from megatron_trace.training.micro_batch import make_micro_batch
 from megatron_trace.training.model import token_logprobs
-from megatron_trace.training.routing import even_experts
 
 LENGTHS = ((5, 3), (3, 0), (7, 4), (2, 6))
 

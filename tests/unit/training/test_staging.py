@@ -22,7 +22,7 @@ def _filled(memory):
 @pytest.fixture
 def memory():
     sizes = [torch.Size(shape).numel() * dtype.itemsize for shape, dtype in SHAPES]
-    return StagingMemory(sum(map(aligned_bytes, sizes)), pin_memory=False)
+    return StagingMemory.new(sum(map(aligned_bytes, sizes)), pin_memory=False)
 
 
 def test_every_tensor_begins_aligned_and_keeps_its_values(memory):
@@ -33,7 +33,7 @@ def test_every_tensor_begins_aligned_and_keeps_its_values(memory):
 
 def test_every_tensor_is_found_in_the_copy(memory):
     tensors = _filled(memory)
-    found = memory.moved(torch.device("cpu"), non_blocking=False)
+    _, found = memory.moved(torch.device("cpu"), non_blocking=False)
     for got, expected in tensors:
         assert_same_bytes(found(got), expected, f"{expected.dtype}")
 
@@ -46,6 +46,6 @@ def test_more_than_was_planned_is_refused(memory):
 
 def test_a_tensor_of_other_memory_is_not_found(memory):
     _filled(memory)
-    found = memory.moved(torch.device("cpu"), non_blocking=False)
+    _, found = memory.moved(torch.device("cpu"), non_blocking=False)
     with pytest.raises(AssertionError, match="other memory"):
         found(torch.zeros(4096, dtype=torch.int64))

@@ -1,0 +1,365 @@
+"""A process that reads ahead: the same micro-batches, its errors, and its end."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_trace.hints import HintFiles, HintFilesWriter, HintStore, RecordKind
+from megatron_trace.testing.assertions import assert_same_bytes
+from megatron_trace.testing.tiny_trainer import RecordedRollout
+from megatron_trace.training import hint_reader
+from megatron_trace.training.batch_content import BatchContent, map_tensors
+from megatron_trace.training.hint_reader import HintReader, wants_process
+from megatron_trace.training.micro_batch import make_micro_batch
+from megatron_trace.training.prefetch import MicroBatchPrefetcher
+from megatron_trace.training.read_hints import mapped
+from megatron_trace.training.reader_messages import sample_message, sample_of
+from megatron_trace.training.shared_content import content_in, told
+from megatron_trace.training.shared_memory import Segment, rounded_bytes
+from megatron_trace.training.staging import StagingMemory
+from megatron_trace.training.staging_job import StagingJob
+
+CPU = torch.device("cpu")
+PATIENCE_S = 60
+
+
+@pytest.fixture(scope="module")
+def reader():
+    """One process for most tests: its start takes a second."""
+    reader = HintReader(CPU)
+    yield reader
+    reader.close()
+
+
+@pytest.fixture
+def files(rollout, build, tmp_path):
+    """Recorded rollouts in files: the folder, its sample ids, and sites of a trainer."""
+    rolled = rollout(codes=True)
+    with HintFilesWriter(tmp_path) as writer:
+        rolled.put_records(writer, RecordKind)
+        writer.commit(rolled.samples)
+    _, sites = build("trace", attention="sdpa", settings=rolled.settings)
+    sites.diagnostics = True
+    return tmp_path, [sample.sample_id for sample in rolled.samples], sites
+
+
+def assert_same_content(got: BatchContent, expected: BatchContent) -> None:
+    """Checks that contents have the same bits, field by field."""
+    ours: list[torch.Tensor] = []
+    map_tensors(got, lambda tensor: ours.append(tensor) or tensor)
+    theirs: list[torch.Tensor] = []
+    map_tensors(expected, lambda tensor: theirs.append(tensor) or tensor)
+    assert len(ours) == len(theirs) > 10
+    for number, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+        assert_same_bytes(a, b, f"tensor {number}")
+    for name in ("order", "sample_ids", "settings_digest"):
+        assert getattr(got, name) == getattr(expected, name)
+    for name in ("hints", "codes"):
+        ours_by_place, theirs_by_place = getattr(got, name), getattr(expected, name)
+        assert ours_by_place.keys() == theirs_by_place.keys()
+        for place, rows in ours_by_place.items():
+            for part in ("num_bits", "scale_form", "number_format"):
+                assert getattr(rows, part) == getattr(theirs_by_place[place], part), place
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("named", [False, True])
+def test_a_process_gives_the_bits_of_micro_batches_made_at_once(files, reader, packed, named):
+    folder, names, sites = files
+    store = HintFiles(folder)
+    batches = [names[:2], names[2:], names[1:3]]
+    samples = [[store.sample(name) for name in batch] for batch in batches]
+    expected = [make_micro_batch(batch, store, sites, packed=packed) for batch in samples]
+    with MicroBatchPrefetcher(
+        batches if named else samples,
+        HintFiles(folder),
+        sites,
+        max_host_bytes=None,
+        packed=packed,
+        reader=reader,
+    ) as made:
+        for got, content in zip(made, expected, strict=True):
+            assert got.made_for is sites
+            assert_same_content(got, content)
+    assert made.peak_host_bytes >= max(content.hint_bytes for content in expected)
+
+
+def test_micro_batches_that_were_given_outlive_the_memory_they_were_read_to(files, reader):
+    folder, names, sites = files
+    store = HintFiles(folder)
+    batches = [[name] for name in names]
+    with MicroBatchPrefetcher(batches, store, sites, max_host_bytes=None, reader=reader) as made:
+        kept = list(made)
+    for name, content in zip(names, kept, strict=True):
+        assert_same_content(content, make_micro_batch([store.sample(name)], store, sites))
+
+
+def test_hints_held_stay_within_the_bound(files, reader):
+    folder, names, sites = files
+    store = HintFiles(folder)
+    largest = max(make_micro_batch([store.sample(name)], store, sites).hint_bytes for name in names)
+    batches = [[name] for name in names]
+    with MicroBatchPrefetcher(batches, store, sites, max_host_bytes=largest, reader=reader) as made:
+        assert sum(1 for _ in made) == len(names)
+    assert made.peak_host_bytes <= largest
+    with (
+        MicroBatchPrefetcher(batches, store, sites, max_host_bytes=99, reader=reader) as made,
+        pytest.raises(ValueError, match="--trace-hint-memory-mb"),
+    ):
+        next(made)
+
+
+def test_a_missing_hint_is_the_same_error_at_its_micro_batch(files, reader):
+    folder, names, sites = files
+    store = HintFiles(folder)
+    bad = replace(store.sample(names[1]), sample_id="unknown")
+    with pytest.raises(LookupError) as expected:
+        make_micro_batch([bad], store, sites)
+    batches = [[store.sample(names[0])], [bad]]
+    with MicroBatchPrefetcher(batches, store, sites, max_host_bytes=None, reader=reader) as made:
+        next(made)
+        with pytest.raises(LookupError) as got:
+            next(made)
+    assert str(got.value) == str(expected.value)
+    assert "in the process that reads hints" in got.value.__notes__[0]
+
+
+def test_a_sample_that_does_not_fit_is_the_same_error(files, reader):
+    folder, names, sites = files
+    store = HintFiles(folder)
+    bad = replace(store.sample(names[0]), settings_digest="0" * 16)
+    with pytest.raises(ValueError, match="give TraceSites the settings") as expected:
+        make_micro_batch([bad], store, sites)
+    with (
+        MicroBatchPrefetcher([[bad]], store, sites, max_host_bytes=None, reader=reader) as made,
+        pytest.raises(ValueError, match="give TraceSites") as got,
+    ):
+        next(made)
+    assert str(got.value) == str(expected.value)
+
+
+@pytest.mark.parametrize("num_taken", [0, 1, 2])
+def test_after_an_early_end_the_next_pass_reads_what_it_wants(files, reader, num_taken):
+    folder, names, sites = files
+    store = HintFiles(folder)
+    batches = [[name] for name in names * 30]
+    with MicroBatchPrefetcher(batches, store, sites, max_host_bytes=None, reader=reader) as made:
+        for _ in range(num_taken):
+            next(made)
+    last = [names[-1:]]
+    with MicroBatchPrefetcher(last, store, sites, max_host_bytes=None, reader=reader) as made:
+        (only,) = made
+    assert_same_content(only, make_micro_batch([store.sample(names[-1])], store, sites))
+
+
+def test_two_model_chunks_share_the_process(files, reader):
+    folder, names, sites = files
+    store = HintFiles(folder)
+    first, second = (
+        MicroBatchPrefetcher(
+            [[name] for name in order], HintFiles(folder), sites, max_host_bytes=None, reader=reader
+        )
+        for order in (names, names[::-1])
+    )
+    with first, second:
+        for a, b, name, other in zip(first, second, names, names[::-1], strict=True):
+            assert_same_content(a, make_micro_batch([store.sample(name)], store, sites))
+            assert_same_content(b, make_micro_batch([store.sample(other)], store, sites))
+
+
+def test_a_sample_that_was_rolled_out_again_is_read_anew(files, reader, rollout):
+    folder, names, sites = files
+    store, batches, given = HintFiles(folder), [names[:1]], []
+    rolled = rollout(codes=True)
+    again = replace(rolled.samples[0], logprobs=rolled.samples[0].logprobs - 1)
+    for _ in range(2):
+        made = MicroBatchPrefetcher(batches, store, sites, max_host_bytes=None, reader=reader)
+        with made:
+            given += made
+        with HintFilesWriter(folder) as writer:
+            writer.drop_sample(names[0])
+            RecordedRollout(rolled.store, [again], rolled.settings).put_records(writer, RecordKind)
+            writer.commit([again])
+    first, second = given
+    assert torch.equal(second.rollout_logprobs + second.loss_mask, first.rollout_logprobs)
+
+
+def test_the_process_imports_no_megatron_and_touches_no_gpu():
+    code = (
+        "import sys, megatron_trace.training.read_hints as read_hints, torch; "
+        "print(sorted({name.split('.')[0] for name in sys.modules} & "
+        "{'megatron', 'modelopt', 'transformer_engine', 'triton', 'fla'}), "
+        "torch.cuda.is_initialized())"
+    )
+    root = str(Path(__file__).parents[3])
+    said = subprocess.check_output([sys.executable, "-c", code], text=True, cwd=root)
+    assert said.strip() == "[] False"
+
+
+def test_a_killed_process_is_one_error_that_names_memory(files):
+    folder, names, sites = files
+    reader = HintReader(CPU)
+    try:
+        with MicroBatchPrefetcher(
+            [[name] for name in names * 30],
+            HintFiles(folder),
+            sites,
+            max_host_bytes=None,
+            reader=reader,
+        ) as made:
+            next(made)
+            assert reader.process_id is not None
+            os.kill(reader.process_id, signal.SIGKILL)
+            with pytest.raises(RuntimeError, match=r"ended by SIGKILL.*--trace-hint-memory-mb"):
+                for _ in made:
+                    pass
+    finally:
+        reader.close()
+
+
+def test_a_process_that_cannot_start_is_one_error(files, monkeypatch):
+    folder, names, sites = files
+    monkeypatch.setattr(hint_reader, "_START", "raise SystemExit(3)")
+    reader = HintReader(CPU)
+    with (
+        MicroBatchPrefetcher(
+            [names], HintFiles(folder), sites, max_host_bytes=None, reader=reader
+        ) as made,
+        pytest.raises(RuntimeError, match=r"could not start \(exit status 3.*reader thread"),
+    ):
+        next(made)
+    reader.close()
+
+
+def test_an_interpreter_that_is_not_there_is_one_error(files, monkeypatch):
+    folder, names, sites = files
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    reader = HintReader(CPU)
+    with (
+        MicroBatchPrefetcher(
+            [names], HintFiles(folder), sites, max_host_bytes=None, reader=reader
+        ) as made,
+        pytest.raises(RuntimeError, match=r"cannot be started.*reader thread"),
+    ):
+        next(made)
+    reader.close()
+
+
+def test_more_shared_memory_than_there_is_is_one_error_that_names_the_size():
+    with pytest.raises(RuntimeError, match=rf"no {2**60} bytes .*\d+ are available.*memory-mb"):
+        Segment(0, 2**60, CPU)
+
+
+def test_shared_memory_that_the_system_refuses_is_the_same_error(monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    with pytest.raises(RuntimeError, match=r"no 4096 bytes .*No space left.*reader thread"):
+        Segment(0, 4096, CPU)
+
+
+def test_shared_memory_has_no_name_that_could_be_left():
+    before = set(os.listdir("/dev/shm"))
+    segment = Segment(0, 4096, CPU)
+    assert set(os.listdir("/dev/shm")) <= before
+    segment.memory.fill_(7)
+    other = mapped(os.dup(segment.descriptor), 4096)
+    assert bool((other == 7).all())
+    segment.close()
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "rounded"),
+    [(1, 12288), (12288, 12288), (12289, 16384), (16385, 24576), (3 << 20, 3 << 20)],
+)
+def test_segments_have_sizes_that_micro_batches_share(num_bytes, rounded):
+    assert rounded_bytes(num_bytes) == rounded
+
+
+def test_the_process_ends_with_its_trainer(tmp_path):
+    """Killed, so that the trainer says nothing: the process finds the connection closed."""
+    code = (
+        "import torch, time\n"
+        "from megatron_trace.training import hint_reader\n"
+        "child = hint_reader._Child()\n"
+        "child._channel.receive()\n"
+        "print(child.process.pid, flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    trainer = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=Path(__file__).parents[3]
+    )
+    assert trainer.stdout is not None
+    pid = int(trainer.stdout.readline())
+    assert Path(f"/proc/{pid}").exists()
+    trainer.kill()
+    trainer.wait()
+    trainer.stdout.close()
+    deadline = time.monotonic() + PATIENCE_S
+    while _runs(pid) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not _runs(pid)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+def test_content_is_told_without_its_tensors(files):
+    folder, names, sites = files
+    store = HintFiles(folder)
+    job = StagingJob([store.sample(name) for name in names], store, sites.staging_plan())
+    memory = StagingMemory.new(job.num_bytes, pin_memory=False)
+    content = job.content(memory)
+    message = told(content, memory)
+    there, _ = memory.moved(CPU, non_blocking=False)
+    assert_same_content(content_in(there.clone(), message), content)
+    assert len(message) < 300 * sum(3 for _ in (*content.hints, *content.codes)) + 3000
+
+
+def test_a_sample_arrives_as_it_was(files):
+    folder, names, _ = files
+    sample = HintFiles(folder).sample(names[0])
+    got = sample_of(sample_message(sample))
+    for name, value in vars(sample).items():
+        if isinstance(value, torch.Tensor):
+            assert_same_bytes(getattr(got, name), value, name)
+        else:
+            assert getattr(got, name) == value
+
+
+def test_hints_in_memory_are_refused(files):
+    _, names, sites = files
+    with pytest.raises(ValueError, match="--trace-hint-reader thread"):
+        wants_process("process", CPU, HintStore())
+    with pytest.raises(ValueError, match="cannot read hints in memory"):
+        MicroBatchPrefetcher(
+            [names], HintStore(), sites, max_host_bytes=None, reader=HintReader(CPU)
+        )
+
+
+def test_a_process_reads_by_default_where_a_gpu_would_wait(files):
+    store = HintFiles(files[0])
+    gpu = torch.device("cuda", 0)
+    wanted = {
+        (choice, device, kind): wants_process(choice, where, of)
+        for choice in ("auto", "thread")
+        for device, where in (("gpu", gpu), ("cpu", CPU))
+        for kind, of in (("files", store), ("memory", HintStore()))
+    }
+    assert [key for key, process in wanted.items() if process] == [("auto", "gpu", "files")]
