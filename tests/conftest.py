@@ -21,6 +21,16 @@ if HAS_GPU:
     torch.use_deterministic_algorithms(True, warn_only=True)
 
 
+@pytest.fixture(scope="module")
+def one_rank():
+    """Megatron's parallel state of one process, for all tests of a module."""
+    # Only here: its import takes seconds.
+    from megatron_trace.testing.single_process import single_process
+
+    with single_process(seed=0):
+        yield
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skips tests marked gpu where there is no CUDA device."""
     if HAS_GPU:

@@ -29,16 +29,11 @@ from megatron_trace.testing.published_model import (
     published_model,
     stack_experts,
 )
-from megatron_trace.testing.single_process import single_process
+
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 FAMILIES = ("qwen3_5_moe", "qwen3_next")
 LENGTH = 40
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_rank():
-    with single_process(seed=0):
-        yield
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

@@ -22,15 +22,10 @@ from megatron_trace.models.hybrid import named_expert_linears
 from megatron_trace.models.local_config import architecture_config
 from megatron_trace.rollout import RolloutEngine
 from megatron_trace.testing.published_model import add_tensors, mtp_tensors, published_model
-from megatron_trace.testing.single_process import single_process
+
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 GATE, UP = (f"model.layers.1.mlp.experts.5.{name}_proj" for name in ("gate", "up"))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_rank():
-    with single_process(seed=0):
-        yield
 
 
 @pytest.fixture(scope="module", params=["qwen3_5_moe", "qwen3_next"])

@@ -18,15 +18,10 @@ from megatron_trace.testing.published_model import (
     published_model,
 )
 from megatron_trace.testing.published_mtp import published_draft_logits
-from megatron_trace.testing.single_process import single_process
+
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 LENGTH = 24
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_rank():
-    with single_process(seed=0):
-        yield
 
 
 @pytest.fixture(scope="module", params=["qwen3_5_moe", "qwen3_next"])

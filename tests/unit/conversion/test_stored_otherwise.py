@@ -13,16 +13,11 @@ from megatron_trace.testing.published_model import (
     converted_model,
     published_model,
 )
-from megatron_trace.testing.single_process import single_process
+
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 A_LOG = "model.layers.0.linear_attn.A_log"
 NORM = "model.layers.0.linear_attn.norm.weight"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_rank():
-    with single_process(seed=0):
-        yield
 
 
 @pytest.fixture

@@ -17,17 +17,13 @@ from megatron_trace.models.hybrid import (
     pattern_sites,
 )
 from megatron_trace.rollout.weights import plain_digest
-from megatron_trace.testing.single_process import single_process, tiny_moe_config
+from megatron_trace.testing.single_process import tiny_moe_config
 from megatron_trace.testing.tiny_rollout import random_prompts, roll_out, tiny_engine, tiny_weights
 from megatron_trace.testing.tiny_trainer import tiny_trainer
 from megatron_trace.training.micro_batch import make_micro_batch
 from megatron_trace.training.weights import expert_weight_digest
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_rank():
-    with single_process(seed=0):
-        yield
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 def _model(pattern, **overrides):

@@ -16,13 +16,9 @@ from megatron_trace.models.hybrid import (
     named_expert_linears,
 )
 from megatron_trace.models.routing import global_replay_instances, replay_instances
-from megatron_trace.testing.single_process import single_process, tiny_moe_config
+from megatron_trace.testing.single_process import tiny_moe_config
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_rank():
-    with single_process(seed=0):
-        yield
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 def _model(pattern: str = "*E*E", modules: HybridModules | None = None, **overrides):

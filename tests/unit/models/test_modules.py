@@ -9,13 +9,9 @@ from megatron.core.transformer.enums import AttnMaskType
 
 from megatron_trace.models.attention import SDPACoreAttention
 from megatron_trace.models.norm import RMSNorm, UncentredRMSNorm
-from megatron_trace.testing.single_process import single_process, tiny_moe_config
+from megatron_trace.testing.single_process import tiny_moe_config
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_rank():
-    with single_process(seed=0):
-        yield
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 def _attention(**overrides):

@@ -10,7 +10,6 @@ from megatron_trace.models.hybrid import named_expert_linears
 from megatron_trace.ptq.hessian import calibrate_with_hessians
 from megatron_trace.ptq.recipes import RECIPES
 from megatron_trace.ptq.weights import scale_search
-from megatron_trace.testing.single_process import single_process
 from megatron_trace.testing.tiny_rollout import (
     calibration_tokens,
     random_prompts,
@@ -19,11 +18,7 @@ from megatron_trace.testing.tiny_rollout import (
     tiny_weights,
 )
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_rank():
-    with single_process(seed=0):
-        yield
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 @pytest.fixture(scope="module")

@@ -6,14 +6,12 @@ import pytest
 
 from megatron_trace.testing import cpu_runtime
 from megatron_trace.testing.exact_products import ExactProducts
-from megatron_trace.testing.single_process import single_process
 from megatron_trace.testing.tiny_rollout import tiny_engine, tiny_weights
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _one_rank():
-    with single_process(seed=0):
-        yield
+def _one_rank(one_rank):
+    """Every module builds models."""
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ import pytest
 from megatron_trace.study.cells import StudySettings
 from megatron_trace.study.model import StudyModel
 from megatron_trace.study.run import Study
-from megatron_trace.testing.single_process import single_process, tiny_moe_config
+from megatron_trace.testing.single_process import tiny_moe_config
 from megatron_trace.testing.tiny_rollout import (
     EOD_TOKEN,
     MAX_SEQUENCE_LENGTH,
@@ -21,9 +21,8 @@ PATTERN = "*E*E"
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _one_rank():
-    with single_process(seed=0):
-        yield
+def _one_rank(one_rank):
+    """Every module builds models."""
 
 
 @pytest.fixture(scope="module")

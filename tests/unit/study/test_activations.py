@@ -11,13 +11,6 @@ from megatron_trace.study.activations import captured_activations, code_mismatch
 from megatron_trace.study.gguf_llama import hybrid_weights
 from megatron_trace.study.model import StudyModel
 from megatron_trace.testing.llama_reference import TINY, random_tensors
-from megatron_trace.testing.single_process import single_process
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_rank():
-    with single_process(seed=0):
-        yield
 
 
 @pytest.fixture(scope="module")

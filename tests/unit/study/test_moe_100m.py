@@ -19,7 +19,7 @@ from megatron_trace.study.chains import Chains
 from megatron_trace.study.grouped_experts import GroupedExperts
 from megatron_trace.study.solving import solved
 from megatron_trace.testing.assertions import assert_same_bytes
-from megatron_trace.testing.single_process import single_process, tiny_moe_config
+from megatron_trace.testing.single_process import tiny_moe_config
 from megatron_trace.training.micro_batch import make_micro_batch
 from megatron_trace.training.model import build_trainer_model, token_logprobs
 
@@ -46,12 +46,6 @@ MINIATURE = Recipe(
     save_every=2,
     prompt_tokens=(8, 24, 64),
 )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_rank():
-    with single_process(seed=0):
-        yield
 
 
 @pytest.fixture(scope="module")

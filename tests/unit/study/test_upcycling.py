@@ -26,7 +26,6 @@ from megatron_trace.study.upcycling import (
     with_part,
 )
 from megatron_trace.testing import llama_reference
-from megatron_trace.testing.single_process import single_process
 
 SHAPE = dataclasses.replace(llama_reference.TINY, num_layers=3)
 UPCYCLING = Upcycling(num_layers=2, num_groups=4, granularity=2, megatron_scale=False)
@@ -35,12 +34,6 @@ SIZES: dict[str, Any] = {
     "max_sequence_length": 64,
     "rotary_base": SHAPE.rotary_base,
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_rank():
-    with single_process(seed=0):
-        yield
 
 
 @pytest.fixture(scope="module")
