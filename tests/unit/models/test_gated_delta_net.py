@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -12,8 +13,9 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet, common
 
 from megatron_trace import compat
+from megatron_trace.models import delta_rule, fla_backward
 from megatron_trace.models.delta_rule import normalise
-from megatron_trace.models.fla_backward import fla_setup, why_fla_cannot_train
+from megatron_trace.models.fla_backward import FlaSetup, fla_setup, why_fla_cannot_train
 from megatron_trace.models.gated_delta_net import LocalGatedDeltaNet, _require_supported
 from megatron_trace.models.hybrid import (
     HybridModules,
@@ -21,6 +23,7 @@ from megatron_trace.models.hybrid import (
     causal_mask,
     gated_delta_net_spec,
 )
+from megatron_trace.rollout.gated_delta_net import EngineGatedDeltaNet
 from megatron_trace.testing.single_process import QWEN_FIELDS, single_process, tiny_moe_config
 
 # What is tested is the layer, not fla's kernels, whose products are TF32.
@@ -180,6 +183,28 @@ def test_a_choice_of_kernels_without_a_layer_that_has_them_is_refused():
             max_sequence_length=32,
             modules=HybridModules(delta_rule="torch"),
         )
+
+
+@pytest.mark.parametrize("kind", [LocalGatedDeltaNet, EngineGatedDeltaNet])
+def test_hopper_without_tilelang_is_refused_at_the_build_of_a_layer_that_trains(kind, monkeypatch):
+    """Not of the engine's, which has no backward pass."""
+    hopper = FlaSetup((9, 0), "3.6.0", "tilelang is not installed")
+    monkeypatch.setattr(fla_backward, "fla_setup", lambda: hopper)
+    monkeypatch.setattr(delta_rule, "_device_is_gpu", lambda: True)
+    monkeypatch.setattr(delta_rule.megatron_gdn, "HAVE_FLA", True)
+    build = partial(
+        build_hybrid_model,
+        tiny_moe_config("GE"),
+        pattern="GE",
+        vocab_size=16,
+        max_sequence_length=8,
+        modules=HybridModules(gated_delta_net=kind),
+    )
+    if kind is EngineGatedDeltaNet:
+        assert not build().decoder.layers[0].self_attention.kernels.are_torchs
+        return
+    with pytest.raises(RuntimeError, match=r"no right backward pass .* tilelang is not installed"):
+        build()
 
 
 @pytest.mark.gpu
