@@ -71,6 +71,7 @@ def main() -> None:
         raise SystemExit("give --load CHECKPOINT, and --evaluate-share below --evaluate-num-shares")
     if (args.evaluate_export is None) != (args.evaluate_published is None):
         raise SystemExit("--evaluate-export needs --evaluate-published, whose names it has")
+    compat.data_set_helpers_not_compiled()
     training.initialize_megatron()
     args.evaluate_output.mkdir(parents=True, exist_ok=True)
     result = evaluated(args)

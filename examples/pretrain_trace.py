@@ -20,7 +20,7 @@ cpu_runtime.install()
 cpu_pretrain.install()
 
 import contextlib
-from argparse import ArgumentParser
+from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -28,6 +28,7 @@ import torch
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.enums import ModelType
 from megatron.core.num_microbatches_calculator import get_num_microbatches
+from megatron.core.utils import unwrap_model
 from megatron.training import pretrain, print_rank_0
 from megatron.training.argument_utils import pretrain_cfg_container_from_args
 from megatron.training.arguments import parse_and_validate_args
@@ -44,7 +45,9 @@ from megatron_trace.arguments import (
 from megatron_trace.rl.exchange_folder import ExchangeFolder
 from megatron_trace.rl.loop_health import LoopHealth
 from megatron_trace.rl.recorded import RecordedTraining
-from megatron_trace.training.megatron_model import trace_model_config_from_args
+from megatron_trace.training.megatron_model import trace_model_config_from_args, trace_sites
+from megatron_trace.training.sites import TraceSites
+from megatron_trace.training.weights import expert_weight_digest
 
 
 def add_arguments(parser: ArgumentParser) -> ArgumentParser:
@@ -99,6 +102,7 @@ def main() -> None:
             )
     model_config = trace_model_config_from_args(args, trace, recorded.attention, training.settings)
     iteration = None
+    stages: list[tuple[Any, TraceSites]] = []
 
     def datasets(num_samples: Sequence[int], vp_stage: int | None = None) -> Any:
         return training.datasets(num_samples)
@@ -116,11 +120,13 @@ def main() -> None:
 
     def finalize_grads(chunks: list[Any], *tokens: Any, **groups: Any) -> None:
         finalize_model_grads(chunks, *tokens, **groups)
+        stages[:] = [(unwrap_model(chunk), trace_sites(chunk)) for chunk in chunks]
         if training.end_step(args.curr_iteration + 1, chunks):
             # Megatron looks at it after each step: it saves, and leaves.
             args.exit_interval = 1
 
     model_config.transformer.finalize_model_grads_func = finalize_grads
+    compat.data_set_helpers_not_compiled()
     with (
         contextlib.closing(training),
         compat.distributed_optimizer_resumes_with_torch_adam(),
@@ -132,18 +138,28 @@ def main() -> None:
                 ModelType.encoder_or_decoder,
                 forward_step,
             )
-        except SystemExit:  # Megatron's way out where it does not go on.
-            if not health.stop_reason:
+        except SystemExit as way_out:  # Megatron's, where it does not go on.
+            if health.stop_reason:
+                raise SystemExit(_stopped(args, health.stop_reason)) from None
+            if way_out.code or not stages:
                 raise
-            # Not 0, which tells a job that the run is complete; one rank tells why.
-            if args.rank:
-                raise SystemExit(1) from None
-            number, reason = args.curr_iteration + 1, health.stop_reason
-            kept = f"the checkpoint is in {args.save}" if args.save else "no --save, no checkpoint"
-            raise SystemExit(f"stopped after iteration {number}, as {reason}; {kept}") from None
     training.assert_ran()
     print_rank_0(f"TRACE ran: method {trace.method}, {len(training.folders[0])} samples")
     print_rank_0(training.summary())
+    if trace.quantises_experts and args.num_experts:
+        digest = expert_weight_digest(*stages[0], *stages[1:])
+        print_rank_0(f"  version {args.curr_iteration + 1} has digest {digest}")
+
+
+def _stopped(args: Namespace, reason: str) -> str | int:
+    """Gives what one rank tells of an alarm, and the others' status.
+
+    It is not 0, which tells a job that the run is complete.
+    """
+    if args.rank:
+        return 1
+    kept = f"the checkpoint is in {args.save}" if args.save else "no --save, no checkpoint"
+    return f"stopped after iteration {args.curr_iteration + 1}, as {reason}; {kept}"
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ from megatron_trace.testing import cpu_pretrain, cpu_runtime
 cpu_runtime.install()
 cpu_pretrain.install()
 
-import copy
 import re
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
@@ -53,6 +52,7 @@ from megatron_trace.rl.tokenizer import Tokenizer
 from megatron_trace.rl.warm_start import WarmStartSettings, warm_start
 from megatron_trace.rollout import RolloutEngine, SamplingSettings
 from megatron_trace.training.megatron_model import trace_model_config_from_args
+from megatron_trace.training.te_choice import without_recipe
 
 # Flags of Megatron's training that mean nothing here, but must be there.
 DEFAULTS = {
@@ -71,6 +71,9 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
     group.add_argument("--rollout-output", type=Path, required=True, help="folder to write to")
     group.add_argument(
         "--rollout-warm-start", type=int, help="steps on the answers, from random weights"
+    )
+    group.add_argument(
+        "--rollout-warm-start-lr", type=float, default=3e-3, help="peak rate, default 3e-3"
     )
     group.add_argument("--rollout-first-prompt", type=int, default=0, help="default 0")
     group.add_argument("--rollout-prompts", type=int, default=32, help="default 32")
@@ -109,6 +112,7 @@ def main() -> None:
             f"and --rollout-samples at least 2, as an advantage is relative to the others; got "
             f"{args.rollout_prompts} and {args.rollout_samples}"
         )
+    compat.data_set_helpers_not_compiled()
     training.initialize_megatron()
     weights, policy_version = first_weights(args, items, task.tokenizer)
     engine = build_engine(args, trace, task)
@@ -241,7 +245,12 @@ def first_weights(
         folder, iteration = latest_checkpoint(args.load)
         return checkpoint_weights(args, folder), iteration
     model = build_model(args, fp32=True)
-    warm_start(model, items, tokenizer, WarmStartSettings(steps=args.rollout_warm_start))
+    settings = WarmStartSettings(
+        steps=args.rollout_warm_start, learning_rate=args.rollout_warm_start_lr
+    )
+    losses = warm_start(model, items, tokenizer, settings)
+    if losses:
+        print_rank_0(f"warm start: loss {losses[0]:.3f} to {losses[-1]:.3f}")
     model.to(args.params_dtype)
     with compat.checkpoint_writes_in_process():
         save_checkpoint(0, [model], None, None, 0)
@@ -292,7 +301,7 @@ def checkpoint_weights(args: Namespace, folder: str | Path) -> dict[str, torch.T
 def build_model(args: Namespace, *, fp32: bool = False) -> HybridModel:
     """Gives a model of the flags' sizes, in their dtype or in FP32."""
     config = trace_model_config_from_args(args, trace_config_from_args(args), "megatron", None)
-    transformer = copy.copy(config.transformer)
+    transformer = without_recipe(config.transformer)
     if fp32:
         transformer.params_dtype, transformer.bf16 = torch.float32, False
     return build_hybrid_model(

@@ -123,7 +123,10 @@ class Worker:
             self.engine.load_weights(weights)
             if self.trace.method != "bf16":
                 self.use_settings_of_run(self.engine)
-        self.engine.push_weights(weights, version)
+        digest = self.engine.push_weights(weights, version)
+        print(
+            f"worker {self.args.rollout_worker}: version {version} has digest {digest}", flush=True
+        )
         self.version = version
         return self.engine
 
@@ -166,6 +169,7 @@ def main() -> None:
             "one whose reward function failed cannot be left out"
         )
     exchange = Exchange(args.rollout_run)
+    compat.data_set_helpers_not_compiled()
     training.initialize_megatron()
     worker = Worker(args, exchange)
     try:

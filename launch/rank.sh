@@ -9,7 +9,8 @@ fi
 setsid "$@" &
 child=$!
 trap 'kill -USR1 "$child" 2>/dev/null || true' USR1
-trap 'kill -TERM -- "-$child" 2>/dev/null || true' TERM INT
+# A rank that has only just begun has no session of its own yet.
+trap 'kill -TERM -- "-$child" 2>/dev/null || kill -TERM "$child" 2>/dev/null || true' TERM INT
 status=0
 wait "$child" || status=$?
 while kill -0 "$child" 2>/dev/null; do # A signal ended `wait`, not the rank.

@@ -228,6 +228,18 @@ def checkpoint_writes_in_process() -> Iterator[None]:
         filesystem_async._results_queue = previous
 
 
+def data_set_helpers_not_compiled() -> None:
+    """Keeps Megatron from compiling its helpers of data sets, of which TRACE uses none.
+
+    `initialize_megatron` runs `make` beside Megatron's own source and ends the program when that
+    fails. The wheel brings the helpers compiled, and no Makefile.
+    """
+    require_version("megatron-core", MEGATRON_CORE, "data_set_helpers_not_compiled")
+    from megatron.core.datasets import utils
+
+    utils.compile_helpers = lambda: None
+
+
 @contextlib.contextmanager
 def distributed_optimizer_resumes_with_torch_adam() -> Iterator[None]:
     """Lets the distributed optimizer's state be loaded in a fresh process, inside the context.

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
-
-import reasoning_gym
-from reasoning_gym.utils import extract_answer as extract_tagged_answer
 
 if TYPE_CHECKING:  # Exporting tasks needs this module, but not torch.
     from megatron_trace.hints.types import RolloutSample
@@ -15,6 +13,22 @@ from megatron_trace.rl.tasks import TaskItem
 from megatron_trace.rl.tokenizer import Tokenizer
 
 AnswerFormat = Literal["whole", "tagged", "last_line"]
+
+
+def require_reasoning_gym() -> ModuleType:
+    """Gives the package, an extra: who scores by a function of one's own does not need it.
+
+    Raises:
+        ImportError: It is not installed.
+    """
+    try:
+        import reasoning_gym
+    except ImportError as error:
+        raise ImportError(
+            "prompts without a reward function are scored by reasoning-gym, which is not "
+            "installed: give --trace-reward FILE:FUNCTION (docs/my_data.md), or install it"
+        ) from error
+    return reasoning_gym
 
 
 def answer_of(text: str, answer_format: AnswerFormat) -> str | None:
@@ -30,7 +44,7 @@ def answer_of(text: str, answer_format: AnswerFormat) -> str | None:
             response where it has none.
     """
     if answer_format == "tagged":
-        return extract_tagged_answer(text) or None
+        return require_reasoning_gym().utils.extract_answer(text) or None
     if answer_format == "last_line":
         text = text.rpartition("\n")[2]
     return text.strip() or None
@@ -49,8 +63,7 @@ def score_answer(answer: str | None, item: TaskItem) -> float:
 
 @functools.cache
 def _scorer(task: str) -> Callable[[str, dict[str, Any]], float]:
-    # The annotation of reasoning-gym 0.1.25 says that the scorer takes no argument.
-    return reasoning_gym.get_score_answer_fn(task)  # pyright: ignore[reportReturnType]
+    return require_reasoning_gym().get_score_answer_fn(task)
 
 
 def score_samples(

@@ -10,7 +10,7 @@ from typing import Protocol
 from megatron_trace.hints.types import RolloutSample
 from megatron_trace.rl.own_task import OwnTask, Scores
 from megatron_trace.rl.prompt_files import load_records, make_items, plain_texts
-from megatron_trace.rl.rewards import AnswerFormat, score_samples
+from megatron_trace.rl.rewards import AnswerFormat, require_reasoning_gym, score_samples
 from megatron_trace.rl.tasks import CharTokenizer, TaskItem, load_tasks
 from megatron_trace.rl.tokenizer import Tokenizer
 from megatron_trace.rl_config import TaskConfig
@@ -80,6 +80,7 @@ def open_task(
         ImportError: A package for the file or the tokenizer is missing.
     """
     if config.reward is None:
+        require_reasoning_gym()
         items = load_tasks(path)
         tokenizer = _tokenizer(config) or CharTokenizer.of_tasks(items)
         items = [replace(item, prompt=tokenizer.prompt_text(item.prompt)) for item in items]

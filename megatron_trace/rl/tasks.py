@@ -229,16 +229,13 @@ class CharTokenizer:
         return [_NUM_SPECIAL_TOKENS + token for token in tokens]
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """Gives the text; a special token becomes U+FFFD.
+        """Gives the text; a special token, or one of no vocabulary, becomes U+FFFD.
 
-        Raises:
-            ValueError: A token is not in the vocabulary.
+        A policy samples the latter where its vocabulary is padded.
         """
         text = []
         for token in map(int, tokens):
-            if not 0 <= token < self.vocab_size:
-                raise ValueError(f"token must be from 0 to {self.vocab_size - 1}; got {token}")
-            is_text = token >= _NUM_SPECIAL_TOKENS
+            is_text = _NUM_SPECIAL_TOKENS <= token < self.vocab_size
             text.append(self.characters[token - _NUM_SPECIAL_TOKENS] if is_text else _NOT_TEXT)
         return "".join(text)
 

@@ -13,17 +13,14 @@ from megatron_trace.testing import cpu_runtime
 def install() -> None:
     """Lets `megatron.training.pretrain` run on the CPU; does nothing where CUDA is available.
 
-    Call it after `cpu_runtime.install()`. Megatron asserts that CUDA is available, compiles the
-    helpers of data sets that TRACE does not use (its wheel lacks their Makefile), and warms fused
+    Call it after `cpu_runtime.install()`. Megatron asserts that CUDA is available, and warms fused
     kernels up.
     """
     if not cpu_runtime.is_installed():
         return
-    from megatron.core.datasets import utils as dataset_utils
     from megatron.training import training
 
     training.initialize_megatron = functools.partial(
         training.initialize_megatron, allow_no_cuda=True
     )
     training.set_jit_fusion_options = lambda **_: None
-    dataset_utils.compile_helpers = lambda: None

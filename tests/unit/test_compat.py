@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import subprocess
 
 import pytest
+from megatron.core.datasets import utils
 from megatron.core.inference.utils import InferenceMode
 from megatron.core.tensor_parallel import layers
 from megatron.core.transformer import attention
@@ -65,3 +67,11 @@ def test_a_share_in_a_help_text_is_printed():
     parser.add_argument("--size", type=int, default=3, help="of 10%%, or (10%) of %(default)s")
     compat.let_help_be_printed(parser)
     assert "of 10%, or (10%) of 3" in parser.format_help()
+
+
+def test_megatron_starts_no_make_for_data_sets(monkeypatch):
+    """The wheel has no Makefile: `make` would fail, and Megatron ends the program then."""
+    monkeypatch.setattr(utils, "compile_helpers", utils.compile_helpers)
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("make was started"))
+    compat.data_set_helpers_not_compiled()
+    utils.compile_helpers()

@@ -1,11 +1,16 @@
 """Rewards: reasoning-gym's scorers on the extracted answer."""
 
+import runpy
+import sys
+
 import pytest
 import torch
 
 from megatron_trace.hints.types import RolloutSample
+from megatron_trace.rl import rewards, task
 from megatron_trace.rl.rewards import answer_of, score_answer, score_samples
 from megatron_trace.rl.tasks import END_TOKEN, PADDING_TOKEN, CharTokenizer, TaskItem
+from megatron_trace.rl_config import TaskConfig
 
 ITEM = TaskItem("1+2=", "3", "chain_sum", {"answer": "3"})
 TOKENIZER = CharTokenizer("+123=")
@@ -86,3 +91,10 @@ def test_reward_of_a_sample(response, reward):
 def test_other_number_of_items_raises():
     with pytest.raises(ValueError, match="shorter"):
         score_samples([sample([END_TOKEN])], [], TOKENIZER)
+
+
+def test_rewards_of_ones_own_need_no_reasoning_gym(monkeypatch):
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+    runpy.run_path(rewards.__file__)
+    with pytest.raises(ImportError, match="give --trace-reward FILE:FUNCTION"):
+        task.open_task("prompts.jsonl", TaskConfig())

@@ -1,0 +1,532 @@
+"""Shows on this machine that a whole run works: rollouts, trainers, checkpoints, a job, evaluation.
+
+    python tools/check_run.py --out out/check_run                   all GPUs that are visible
+    python tools/check_run.py --out out/check_run --cpu             without one, a narrow model
+    ... --parts start,trace,qat                                     some parts; what is there, stays
+
+Programs and flags are those of a run of one's own: a preset of launch/models at its full width, cut
+to a few layers and experts, learns to answer prompts for a moment; the FP4 engine rolls it out with
+hints in files; trainers of several kinds train on the same rollouts; one goes on from a checkpoint;
+launch/local.sh runs a job that rolls out and trains by turns, then evaluates. Each part is a
+process (or as many as GPUs) with a log of its own. Then it is judged: every row guided, the gap
+with hints far below the one without, what goes on as what was not stopped, and the digest of the
+quantised weights equal in trainer, job, engine and evaluation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import importlib.util
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+METRICS = ("log-prob gap", "kl rollout", "grad norm")
+# Of the gap on the policy that rolled out. Measured .03 to .2, and more where both are next to 0.
+MOST_OF_QAT = 0.5
+# After a checkpoint, sums of a GPU's atomic additions may be in another order.
+GOES_ON_WITHIN = 0.05
+# A model that a CPU trains in seconds; later flags replace those of the preset.
+NARROW = """
+    --hidden-size=64 --ffn-hidden-size=32 --num-attention-heads=4 --num-query-groups=2
+    --kv-channels=32 --num-experts=8 --moe-router-topk=2 --moe-ffn-hidden-size=32
+    --moe-shared-expert-intermediate-size=32 --linear-key-head-dim=16 --linear-value-head-dim=16
+    --linear-num-key-heads=4 --linear-num-value-heads=8
+"""
+CLUSTER = """\
+PYTHON={python}
+GPUS_PER_NODE={ranks}
+TIME_LIMIT_MIN=60
+SIGNAL_S=60
+"""
+RUN = """\
+RUN={out}/job
+START={out}/start
+TASKS={tasks}
+EVALUATE_TASKS={tasks}
+STEPS_OF_RUN={steps}
+PROMPTS_PER_BATCH={prompts} SAMPLES_PER_PROMPT=8 BATCHES_PER_STEP={ranks} MAX_LAG=0
+MODEL_FLAGS=({model})
+ROLLOUT_FLAGS=({rollout})
+WORKER_FLAGS=(--rollout-poll-s=0.2)
+TRAIN_FLAGS=({train})
+"""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One command of the check.
+
+    Attributes:
+        name: Its name, and that of its log.
+        command: Program and arguments.
+        needs: Parts that must have ended well before.
+    """
+
+    name: str
+    command: Sequence[str]
+    needs: tuple[str, ...] = ()
+
+
+class Run:
+    """Parts, what they printed, and what is wrong."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        self.out: Path = options.out.resolve()
+        self.logs = self.out / "logs"
+        self.python = sys.executable
+        self.problems: list[str] = []
+
+    # What runs.
+
+    def model(self) -> list[str]:
+        """Gives the flags of the model."""
+        options = self.options
+        preset = ROOT / "launch" / "models" / f"{options.model}.args"
+        pattern = pattern_of(preset, options.layers, attention_only=options.attention_only)
+        flags = [f"@{preset}", f"@{ROOT}/launch/trace.args"]
+        if options.cpu:
+            flags += [f"@{ROOT}/launch/cpu.args", *NARROW.split()]
+        else:
+            flags += [f"--num-experts={options.experts}"]
+        flags += [
+            f"--hybrid-layer-pattern={pattern}",
+            "--vocab-size=128",
+            "--make-vocab-size-divisible-by=16",
+            f"--seq-length={options.tokens}",
+            f"--max-position-embeddings={options.tokens}",
+        ]
+        return flags + options.model_flags.split()
+
+    def rollout(self) -> list[str]:
+        """Gives the flags of rollouts."""
+        options = self.options
+        flags = [
+            f"--trace-reward={options.reward}",
+            "--trace-failed-reward=0",
+            f"--rollout-max-response-tokens={options.response_tokens}",
+            f"--rollout-requests={options.requests}",
+        ]
+        if not options.cpu:
+            flags += ["--rollout-cuda-graphs", "--trace-packed-experts=auto"]
+        return flags + options.rollout_flags.split()
+
+    def train(self) -> list[str]:
+        """Gives the flags of a trainer but for its folders and layout."""
+        return [
+            f"--micro-batch-size={self.options.micro_batch}",
+            "--lr=1e-5",
+            "--lr-decay-style=constant",
+            "--log-interval=1",
+            "--eval-iters=0",
+            "--use-distributed-optimizer",
+            "--dist-ckpt-optim-fully-reshardable",
+        ]
+
+    @property
+    def samples(self) -> int:
+        """Samples of a step."""
+        return self.options.prompts * 8
+
+    def trainer(self, name: str, *flags: str, steps: int = 2, ranks: int | None = None) -> Part:
+        """Gives a trainer on the recorded rollouts."""
+        command = [
+            *self.torchrun(self.options.ranks if ranks is None else ranks),
+            f"{ROOT}/examples/pretrain_trace.py",
+            *self.model(),
+            *self.train(),
+            f"--trace-hint-dir={self.out}/rollouts",
+            f"--global-batch-size={self.samples}",
+            f"--train-iters={steps}",
+        ]
+        if not any(flag.startswith("--load") for flag in flags):
+            command += [f"--load={self.out}/start", "--finetune", "--no-load-optim"]
+            command += ["--no-load-rng"]
+        return Part(name, [*command, *flags], ("start",))
+
+    def torchrun(self, ranks: int) -> list[str]:
+        """Gives how programs of several ranks are started."""
+        launcher = (self.python, "-m", "torch.distributed.run", "--standalone")
+        return [*launcher, f"--nproc-per-node={ranks}"]
+
+    def parts(self) -> list[Part]:
+        """Gives everything that the machine can run."""
+        options, out = self.options, self.out
+        record = [
+            *self.torchrun(1),
+            f"{ROOT}/examples/record_rollouts.py",
+            *self.model(),
+            *self.rollout(),
+            f"--rollout-tasks={options.tasks}",
+            f"--rollout-output={out}/rollouts",
+            f"--rollout-warm-start={options.warm_start_steps}",
+            f"--rollout-warm-start-lr={options.warm_start_lr}",
+            f"--rollout-prompts={2 * options.prompts}",
+            f"--save={out}/start",
+        ]
+        ep = f"--expert-model-parallel-size={options.ranks}"
+        trace = self.trainer("trace", ep, f"--save={out}/trained", "--save-interval=2", steps=4)
+        qat = self.trainer("qat", ep, "--trace-method=qat")
+        goes_on = self.trainer("goes-on", ep, f"--load={out}/half", steps=4)
+        parts = [
+            Part("start", record),
+            Part(
+                "files",
+                [self.python, "tools/inspect_hints.py", f"{out}/rollouts", "--verify"],
+                ("start",),
+            ),
+            trace,
+            qat,
+        ]
+        if options.te:
+            parts += [
+                self.trainer("trace-te", ep, "--trace-experts=te"),
+                self.trainer("qat-te", ep, "--trace-experts=te", "--trace-method=qat"),
+                self.trainer("trace-te-recipe", ep, "--trace-experts=te_recipe"),
+            ]
+        if options.ranks > 1:
+            tp = f"--tensor-model-parallel-size={options.ranks}"
+            parts += [self.trainer("trace-tp", tp, ep, "--sequence-parallel")]
+            if options.te:
+                parts += [
+                    self.trainer("trace-tp-te", tp, ep, "--sequence-parallel", "--trace-experts=te")
+                ]
+        job = [str(ROOT / "launch" / "local.sh")]
+        files = [str(self.out / "cluster.env"), str(self.out / "run.env")]
+        evaluate = [
+            *self.torchrun(1),
+            f"{ROOT}/examples/evaluate.py",
+            *self.model(),
+            *self.rollout(),
+            f"--load={out}/trained",
+            f"--rollout-tasks={options.tasks}",
+            f"--evaluate-output={out}/evaluation",
+            f"--evaluate-settings={out}/rollouts",
+        ]
+        return [
+            *parts,
+            Part("job", [*job, "colocated", *files], ("start",)),
+            Part("half", [self.python, "-c", HALF, str(out)], ("trace",)),
+            Part(goes_on.name, goes_on.command, ("half",)),
+            Part("evaluation", evaluate, ("trace",)),
+            Part("job-evaluation", [*job, "evaluate", *files], ("job",)),
+        ]
+
+    def write_settings(self) -> None:
+        """Writes the job's files of settings, as a user would."""
+        options = self.options
+        (self.out / "cluster.env").write_text(
+            CLUSTER.format(python=self.python, ranks=options.ranks)
+        )
+        train = [*self.train(), f"--expert-model-parallel-size={options.ranks}"]
+        (self.out / "run.env").write_text(
+            RUN.format(
+                out=self.out,
+                tasks=options.tasks,
+                steps=options.steps,
+                prompts=options.prompts // options.ranks,
+                ranks=options.ranks,
+                # A pattern is one of bash too, outside quotes.
+                model=" ".join(f"'{flag}'" for flag in self.model()),
+                rollout=" ".join(f"'{flag}'" for flag in self.rollout()),
+                train=" ".join(train),
+            )
+        )
+
+    # How it runs.
+
+    def run(self, parts: Sequence[Part]) -> None:
+        """Runs parts, some at a time, each when those that it needs have ended well."""
+        done = {part.name for part in parts if self.ended_well(part.name)}
+        waiting = {part.name: part for part in parts if part.name not in done}
+        with concurrent.futures.ThreadPoolExecutor(self.options.at_once) as pool:
+            running: dict[concurrent.futures.Future[bool], Part] = {}
+            while waiting or running:
+                known = {part.name for part in parts}
+                for part in list(waiting.values()):
+                    if all(name in done or name not in known for name in part.needs):
+                        running[pool.submit(self.run_part, part)] = waiting.pop(part.name)
+                if not running:
+                    for name, part in waiting.items():
+                        self.problems.append(f"{name} did not run: it needs {part.needs}")
+                    return
+                ended, _ = concurrent.futures.wait(
+                    running, return_when=concurrent.futures.FIRST_COMPLETED
+                )
+                for future in ended:
+                    part = running.pop(future)
+                    if future.result():
+                        done.add(part.name)
+                    else:
+                        self.problems.append(f"{part.name} failed: {self.log(part.name)}")
+
+    def run_part(self, part: Part) -> bool:
+        """Runs one part and says how it ended; its log's end is shown if it failed."""
+        started = time.perf_counter()
+        with self.log(part.name).open("w") as log:
+            status = subprocess.run(
+                part.command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, check=False
+            ).returncode
+        seconds = time.perf_counter() - started
+        said(f"{part.name}: {'ran' if status == 0 else f'status {status}'}, {seconds:.1f} s")
+        if status == 0:
+            self.mark(part.name).touch()
+        else:
+            said("\n".join(f"    {line}" for line in self.text(part.name).splitlines()[-40:]))
+        return status == 0
+
+    def log(self, name: str) -> Path:
+        """Gives the file of what a part printed."""
+        return self.logs / f"{name}.log"
+
+    def mark(self, name: str) -> Path:
+        """Gives the file that says that a part ended well."""
+        return self.logs / f"{name}.done"
+
+    def ended_well(self, name: str) -> bool:
+        """Whether a part ran before, or now, to its end."""
+        return self.mark(name).exists()
+
+    def text(self, name: str) -> str:
+        """Gives what a part printed; of the job, also what its tasks did."""
+        text = self.log(name).read_text(errors="replace") if self.log(name).exists() else ""
+        if name.startswith("job"):
+            logs = sorted((self.out / "job" / "logs").glob("job-*/attempt-*/*.log"))
+            text += "".join(path.read_text(errors="replace") for path in logs)
+        return text
+
+    # Whether it did what it should.
+
+    def judge(self) -> dict[str, dict[str, float]]:
+        """Notes what is wrong, and gives the first step of each trainer."""
+        first: dict[str, dict[str, float]] = {}
+        for name in ("trace", "qat", "trace-te", "qat-te", "trace-te-recipe"):
+            self.judge_trainer(name, first)
+        for name in ("trace-tp", "trace-tp-te", "job", "goes-on"):
+            self.judge_trainer(name, first)
+        for trace, qat in (
+            ("trace", "qat"),
+            ("trace-te", "qat-te"),
+            ("trace-te-recipe", "qat-te"),
+            ("trace-tp", "qat"),
+            ("trace-tp-te", "qat-te"),
+        ):
+            if trace in first and qat in first:
+                gaps = [first[name]["log-prob gap"] for name in (trace, qat)]
+                if not gaps[0] < MOST_OF_QAT * gaps[1]:
+                    self.problems.append(
+                        f"the gap of {trace} is {gaps[0]:.3g}, of {qat} {gaps[1]:.3g}"
+                    )
+        self.judge_goes_on()
+        self.judge_digests()
+        return first
+
+    def judge_trainer(self, name: str, first: dict[str, dict[str, float]]) -> None:
+        """Looks at a trainer's steps and at how rows were rounded."""
+        if not self.ended_well(name):
+            return
+        text = self.text(name)
+        steps = iterations(text)
+        if not steps:
+            self.problems.append(f"{name} logged no step")
+            return
+        first[name] = steps[min(steps)]
+        if any(not 0 < step["grad norm"] < float("inf") for step in steps.values()):
+            self.problems.append(
+                f"{name}: gradient norms {[s['grad norm'] for s in steps.values()]}"
+            )
+        ran = "TRACE ran: method " + ("qat" if name.startswith("qat") else "trace")
+        if ran not in text:
+            self.problems.append(f"{name} did not say '{ran}'")
+        guided = re.findall(r"(fc1|k|v): +([\d.]+)% of the rows guided", text)
+        if name.startswith("qat"):
+            if guided or "fc1: all rounded to nearest" not in text:
+                self.problems.append(f"{name} did not round all rows of fc1 to nearest")
+        elif {site for site, _ in guided} != {"fc1", "k", "v"}:
+            self.problems.append(f"{name}: sites {guided}")
+        elif (low := min(float(share) for _, share in guided)) < 99.9:
+            self.problems.append(f"{name}: only {low}% of the rows of a site were guided")
+
+    def judge_goes_on(self) -> None:
+        """Compares the step after a checkpoint with that of who was not stopped."""
+        if not (self.ended_well("goes-on") and self.ended_well("trace")):
+            return
+        whole, after = (iterations(self.text(name)) for name in ("trace", "goes-on"))
+        if sorted(after) != [3, 4]:
+            self.problems.append(f"from the checkpoint of step 2, steps {sorted(after)} followed")
+            return
+        # Megatron's line of the second step after a start averages over both.
+        for name in METRICS:
+            one, other = whole[3].get(name), after[3].get(name)
+            if one is None or other is None:
+                continue
+            if abs(one - other) > GOES_ON_WITHIN * max(abs(one), 1e-3):
+                self.problems.append(
+                    f"step 3: {name} {other:.4g} after a checkpoint, not {one:.4g}"
+                )
+
+    def judge_digests(self) -> None:
+        """Compares the quantised weights of trainers with those of engines."""
+        pairs = [("trace", "evaluation", "4")]
+        pairs += [("job", "job", str(n)) for n in range(1, self.options.steps)]
+        pairs += [("job", "job-evaluation", str(self.options.steps))]
+        for trainer, engine, version in pairs:
+            if not (self.ended_well(trainer) and self.ended_well(engine)):
+                continue
+            ours = re.findall(rf"^  version {version} has digest (\w+)", self.text(trainer), re.M)
+            if engine == "job":
+                pattern = rf"worker \w+: version {version} has digest (\w+)"
+            else:
+                pattern = rf"'iteration': {version}\b.*'weights_digest': '(\w+)'"
+            theirs = re.findall(pattern, self.text(engine))
+            if not ours or not theirs or set(ours) != set(theirs):
+                self.problems.append(
+                    f"version {version}: digest {sorted(set(ours))} in {trainer}, "
+                    f"{sorted(set(theirs))} in the engine of {engine}"
+                )
+            else:
+                said(
+                    f"version {version} of {trainer}: digest {ours[0]} in the engine too ({engine})"
+                )
+
+
+# Keeps the checkpoint of step 2 alone, as if the trainer had been stopped there.
+HALF = """
+import pathlib, shutil, sys
+out = pathlib.Path(sys.argv[1])
+shutil.rmtree(out / "half", ignore_errors=True)
+shutil.copytree(out / "trained", out / "half", ignore=shutil.ignore_patterns("iter_0000004"))
+(out / "half" / "latest_checkpointed_iteration.txt").write_text("2")
+"""
+
+
+def said(text: str) -> None:
+    """Prints at once."""
+    print(text, flush=True)
+
+
+def iterations(text: str) -> dict[int, dict[str, float]]:
+    """Gives what Megatron logged of each step."""
+    found: dict[int, dict[str, float]] = {}
+    for line in re.findall(r"iteration +\d+/ .*", text):
+        number = int(line.split()[1].rstrip("/"))
+        values = {name: re.search(rf"{name}: ([-+.\w]+)", line) for name in METRICS}
+        found[number] = {name: float(value[1]) for name, value in values.items() if value}
+    return found
+
+
+def pattern_of(preset: Path, layers: int, *, attention_only: bool) -> str:
+    """Gives the pattern of a preset's first layers, each a token mixer and its MoE."""
+    lines = preset.read_text().splitlines()
+    (whole,) = (line.split("=")[1] for line in lines if line.startswith("--hybrid-layer-pattern"))
+    pattern = whole[: 2 * layers]
+    return pattern.replace("G", "*") if attention_only else pattern
+
+
+def sums(count: int) -> list[dict[str, str | int]]:
+    """Gives sums of three numbers of up to two digits; a moment of learning gets some right."""
+    order = random.Random(0)
+    records = []
+    for _ in range(count):
+        numbers = [order.randrange(100) for _ in range(3)]
+        total, prompt = sum(numbers), "+".join(map(str, numbers)) + "="
+        records.append({"prompt": prompt, "answer": str(total), "sum": total})
+    return records
+
+
+def table(first: dict[str, dict[str, float]]) -> str:
+    """Gives the first step of each trainer as text."""
+    lines = [f"{'first step of':18}" + "".join(f"{name:>15}" for name in METRICS)]
+    for name, values in first.items():
+        cells = "".join(f"{values.get(metric, float('nan')):15.3e}" for metric in METRICS)
+        lines.append(f"{name:18}{cells}")
+    return "\n".join(lines)
+
+
+def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Gives the options; what the machine decides is filled in."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--out", type=Path, required=True, help="folder of everything, some GB")
+    add("--cpu", action="store_true", help="a narrow model on a machine without a GPU")
+    add("--ranks", type=int, help="of each trainer and of the job (default: all GPUs; 1 on a CPU)")
+    add("--at-once", type=int, help="parts that run at a time (default 4; 1 on a CPU)")
+    add(
+        "--parts",
+        help="names of parts, with commas between; those that ended well are not repeated",
+    )
+    add("--model", default="qwen3.5-35b-a3b", help="a preset (default qwen3.5-35b-a3b)")
+    add("--layers", type=int, default=4, help="first layers of the preset (default 4)")
+    add("--experts", type=int, default=32, help="routed experts (default 32)")
+    add("--attention-only", action="store_true", help="attention in place of Gated DeltaNet")
+    add("--model-flags", default="", help="more flags of the model, in one argument")
+    add("--rollout-flags", default="", help="more flags of rollouts, in one argument")
+    add("--tasks", type=Path, help="prompts of one's own (docs/my_data.md; default: sums)")
+    add("--reward", default=f"{ROOT}/examples/my_task/rewards.py:score", help="FILE:FUNCTION")
+    add("--tokens", type=int, default=64, help="longest sequence (default 64)")
+    add("--response-tokens", type=int, default=8, help="longest response (default 8)")
+    add("--requests", type=int, default=128, help="requests of the engine at a time (default 128)")
+    add("--prompts", type=int, default=16, help="of a step, with 8 samples each (default 16)")
+    add("--micro-batch", type=int, default=16, help="default 16")
+    add("--steps", type=int, default=2, help="of the job (default 2)")
+    add("--warm-start-steps", type=int, default=120, help="on the answers (default 120)")
+    add("--warm-start-lr", type=float, help="default 1e-3, of the narrow model 4e-3")
+    options = parser.parse_args(arguments)
+    import torch  # Takes seconds, which --help need not.
+
+    if not options.cpu and not torch.cuda.is_available():
+        parser.error("no CUDA device is visible; --cpu checks a narrow model on the CPU instead")
+    options.ranks = options.ranks or (1 if options.cpu else torch.cuda.device_count())
+    options.at_once = options.at_once or (1 if options.cpu else 4)
+    options.warm_start_lr = options.warm_start_lr or (4e-3 if options.cpu else 1e-3)
+    options.te = not options.cpu and importlib.util.find_spec("transformer_engine") is not None
+    if options.prompts % options.ranks or options.prompts * 8 % (
+        options.micro_batch * options.ranks
+    ):
+        parser.error(f"--prompts and --micro-batch must be divisible over {options.ranks} ranks")
+    options.tasks = options.tasks and options.tasks.resolve()
+    file, _, function = options.reward.partition(":")
+    options.reward = f"{Path(file).resolve()}:{function}"
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs, judges, prints and ends with status 1 if something is off."""
+    options = parse_arguments(arguments)
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    run = Run(options)
+    run.logs.mkdir(parents=True, exist_ok=True)
+    if options.tasks is None:
+        options.tasks = run.out / "prompts.jsonl"
+        options.tasks.write_text("".join(json.dumps(record) + "\n" for record in sums(4000)))
+    run.write_settings()
+    parts = run.parts()
+    if options.parts:
+        chosen = options.parts.split(",")
+        if unknown := set(chosen) - {part.name for part in parts}:
+            raise SystemExit(f"no parts {unknown}; there are {[part.name for part in parts]}")
+        parts = [part for part in parts if part.name in chosen]
+    run.run(parts)
+    first = run.judge()
+    said(table(first))
+    record = {"first_steps": first, "problems": run.problems, "options": vars(options)}
+    (run.out / "check_run.json").write_text(json.dumps(record, indent=1, default=str) + "\n")
+    if run.problems:
+        raise SystemExit("not as it must be:\n  " + "\n  ".join(run.problems))
+    said("all as it must be")
+
+
+if __name__ == "__main__":
+    main()
