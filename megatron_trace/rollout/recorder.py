@@ -12,23 +12,16 @@ of a row of all places. A row of fc2 is its k slots side by side.
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 
 from megatron_trace.hints import Site
+from megatron_trace.rollout.kept_rows import KeptRows, Place, Rows
 from megatron_trace.rollout.row_ring import RowRing
-
-Place = tuple[int, Site]
-Rows = tuple[torch.Tensor, torch.Tensor]
-
-# Rows are moved in words of so many bytes.
-_WORD_BYTES = 8
 
 
 @dataclass
@@ -77,12 +70,10 @@ class Recorder:
         self.narrowed = narrowed or (lambda site, packed_codes: packed_codes)
         self.seconds = 0.0
         self.policy_version: int | None = None
-        self._num_pages = self._page_tokens = 0
+        self._kept = KeptRows(0, 0)
         self._ring_rows = self._largest_step = 0
         self._ring: RowRing | None = None
-        self._columns: dict[Place, tuple[slice, slice]] = {}
         self._padding: torch.Tensor | None = None
-        self._pages = self._versions = torch.empty(0, 0)
         self._wrong_slots: dict[Place, torch.Tensor] = {}
         self._sample_ids: dict[int, str] = {}
         self._keep = False
@@ -99,10 +90,8 @@ class Recorder:
             largest_step: Largest M.
             ring_rows: Rows that may be under way to the host; None for those of a largest step.
         """
-        self._num_pages, self._page_tokens = num_pages, page_tokens
+        self._kept, self._ring = KeptRows(num_pages, page_tokens), None
         self._largest_step, self._ring_rows = largest_step, ring_rows or largest_step
-        self._ring, self._columns = None, {}
-        self._versions = torch.from_numpy(np.zeros(num_pages * page_tokens, dtype=np.int64))
 
     def add(self, sample_ids: Mapping[int, str]) -> None:
         """Adds samples to the running rollout, by the engine's ids of their requests."""
@@ -166,7 +155,7 @@ class Recorder:
         Raises:
             RuntimeError: The step is larger than reserved.
         """
-        places = pages.long() * self._page_tokens + offsets.long()
+        places = self._kept.numbers(pages, offsets)
         step = self._step = _Step(
             request_ids.to(torch.int64, copy=True),
             positions.to(torch.int64, copy=True),
@@ -174,7 +163,7 @@ class Recorder:
             len(places) if num_padded is None else num_padded,
         )
         if self.policy_version is not None:
-            self._versions[places] = self.policy_version
+            self._kept.put_versions(places, self.policy_version)
         if self._keep and self._ring is not None:
             self._ring.begin(places, step.num_padded)
 
@@ -189,7 +178,7 @@ class Recorder:
         rows = step.rows | self._narrowed_rows(step)
         parts = [part for place in places for part in rows[place]]
         if self._ring is None:
-            self._ring = self._new_ring(places, parts)
+            self._ring = self._new_ring(parts)
             self._ring.begin(step.places, step.num_padded)
         if self._padding is not None:
             parts.append(self._padding[: step.num_padded])
@@ -393,13 +382,10 @@ class Recorder:
 
     def kept_bytes(self, place: Place) -> tuple[int, int]:
         """Gives the bytes of codes and of scales that are kept of a row, once one was recorded."""
-        codes, scales = self._columns[place]
-        return codes.stop - codes.start, scales.stop - scales.start
+        return self._kept.bytes_of(place)
 
     def rows(self, place: Place, pages: torch.Tensor, offsets: torch.Tensor) -> Rows:
         """Gives the rows of a place at some pages and offsets, see `rows_of_places`."""
-        if place not in self._columns:
-            raise KeyError(place)
         return self.rows_of_places([place], pages, offsets)[place]
 
     def rows_of_places(
@@ -417,6 +403,7 @@ class Recorder:
             host memory.
 
         Raises:
+            KeyError: Of a place no row was recorded yet.
             RuntimeError: In a step of the rollout an expert slot was not quantised exactly once.
         """
         places = list(places)
@@ -430,12 +417,7 @@ class Recorder:
                     f"layer {layer}, site {site}: an expert slot was quantised twice, and another "
                     "one not, in a step of this rollout"
                 )
-        found = self._pages[pages * self._page_tokens + offsets].view(torch.uint8)
-        codes_and_scales = {place: self._columns[place] for place in places}
-        return {
-            place: (found[:, codes].contiguous(), found[:, scales].contiguous())
-            for place, (codes, scales) in codes_and_scales.items()
-        }
+        return self._kept.read(places, pages, offsets)
 
     def versions(self, pages: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor | None:
         """Gives the policy version of the rows at some pages and offsets, int64 [R].
@@ -449,47 +431,34 @@ class Recorder:
         """
         if self.policy_version is None:
             return None
-        return self._versions[pages * self._page_tokens + offsets]
+        return self._kept.versions(self._kept.numbers(pages, offsets))
 
     def restore_versions(
         self, pages: torch.Tensor, offsets: torch.Tensor, versions: torch.Tensor
     ) -> None:
         """Puts versions that `versions` gave at other pages and offsets."""
-        self._versions[pages * self._page_tokens + offsets] = versions
+        self._kept.put_versions(self._kept.numbers(pages, offsets), versions)
 
     def restore(self, place: Place, pages: torch.Tensor, offsets: torch.Tensor, rows: Rows) -> None:
         """Puts rows that `rows` gave at other pages and offsets."""
         if self._ring is not None:
             # Rows of an earlier owner of the page may be under way.
             self._ring.take_all()
-        kept = self._pages.view(torch.uint8)
-        for columns, values in zip(self._columns[place], rows, strict=True):
-            kept[pages * self._page_tokens + offsets, columns] = values
+        self._kept.put_back(place, pages, offsets, rows)
 
     @torch.inference_mode(False)
-    def _new_ring(self, places: list[Place], parts: list[torch.Tensor]) -> RowRing:
-        """Allocates ring and pages, once the widths of the rows are known."""
-        assert self._num_pages, "reserve comes first"
+    def _new_ring(self, parts: list[torch.Tensor]) -> RowRing:
+        """Allocates the ring, once the widths of the rows are known."""
+        assert self._ring_rows, "reserve comes first"
+        widths = [part.shape[1] for part in parts]
         device = parts[0].device
-        edges = [0, *itertools.accumulate(part.shape[1] for part in parts)]
-        columns = [slice(*edge) for edge in itertools.pairwise(edges)]
-        self._columns = dict(
-            zip(places, zip(columns[::2], columns[1::2], strict=True), strict=True)
-        )
-        padding = -edges[-1] % _WORD_BYTES
+        row_bytes = self._kept.lay_out(self._recorded_places, widths)
+        padding = row_bytes - sum(widths)
         self._padding = None
         if padding:
             shape = self._largest_step, padding
             self._padding = torch.zeros(shape, dtype=torch.uint8, device=device)
-        row_bytes = edges[-1] + padding
-        # numpy's zeros take memory only where they are written.
-        shape = self._num_pages * self._page_tokens, row_bytes // _WORD_BYTES
-        self._pages = torch.from_numpy(np.zeros(shape, dtype=np.int64))
-        return RowRing(self._ring_rows, self._largest_step, row_bytes, device, self._keep_rows)
-
-    def _keep_rows(self, places: torch.Tensor, rows: torch.Tensor) -> None:
-        # Row by row, in a quarter of the time that `index_copy_` takes.
-        self._pages.numpy()[places.numpy()] = rows.view(torch.int64).numpy()
+        return RowRing(self._ring_rows, self._largest_step, row_bytes, device, self._kept.keep)
 
     def _name(self, step: _Step, row: int) -> str:
         return f"sample {self._sample_ids[int(step.request_ids[row])]}"

@@ -12,6 +12,7 @@ from megatron_trace.hints import RecordKind, Site
 from megatron_trace.rollout import SamplingSettings
 from megatron_trace.rollout.decode_graphs import DecodeGraphs, EngineForward, default_sizes
 from megatron_trace.rollout.grouped_experts import GroupedExperts
+from megatron_trace.rollout.kept_rows import KeptRows
 from megatron_trace.testing.rollouts import assert_same_rollout, record_of, records_of
 from megatron_trace.testing.tiny_rollout import random_prompts, roll_out, tiny_engine, tiny_weights
 
@@ -47,24 +48,26 @@ def _roll_out(engine, **sampling):
 
 @pytest.mark.usefixtures("exact_products")
 @pytest.mark.parametrize("pattern", ["*E*E", "GE*E"])
-def test_padded_decode_steps_give_the_same_tokens_and_records(pattern):
+def test_padded_decode_steps_give_the_same_tokens_and_records(pattern, monkeypatch):
     weights = tiny_weights(seed=1, pattern=pattern)
     padded, unpadded = (
         build(weights, pattern=pattern, max_requests=13) for build in (_padded, _unpadded)
     )
     kept: list[int] = []
-    keep_rows = padded._recorder._keep_rows
-    padded._recorder._keep_rows = lambda places, rows: (
-        kept.extend(places.tolist()),
-        keep_rows(places, rows),
+    keep_rows = KeptRows.keep
+    monkeypatch.setattr(
+        KeptRows,
+        "keep",
+        lambda self, numbers, rows: (kept.extend(numbers.tolist()), keep_rows(self, numbers, rows)),
     )
     rollout = _roll_out(padded)
+    num_kept = len(kept)
     assert_same_rollout(rollout, _roll_out(unpadded))
     samples, store = rollout
     assert len({len(sample.tokens) for sample in samples}) > 3
     assert {site for _, _, site in records_of(store, samples[0])} == set(Site)
     # Rows of padding are none of them.
-    assert len(kept) == sum(len(sample.tokens) - 1 for sample in samples)
+    assert num_kept == sum(len(sample.tokens) - 1 for sample in samples)
 
 
 @pytest.mark.usefixtures("exact_products")

@@ -84,7 +84,7 @@ def test_rows_are_kept_of_the_steps_for_which_recording_is_on(trace_engine):
             decode.record(keep)
             assert decode.mean_ms(length, warm_up=1, steps=2) > 0
         table = server.context.request_to_kv_block_ids[:3].long()
-        rows = (recorder._pages != 0).any(-1).view(-1, 16)[table].sum(0)
+        rows = (recorder._kept._words != 0).any(-1).view(-1, 16)[table].sum(0)
     assert rows.sum(-1).tolist() == [0, 9, 0, 9], "of three steps of three requests, by page"
 
 
@@ -131,7 +131,7 @@ def _decoded(weights, *, captured):
         recorder, context = engine.sites.recorder, server.context
         recorder._ring.take_all()
         slots = slice(0, 3)  # The last one is that of padding.
-        found["rows"] = recorder._pages.clone()
+        found["rows"] = recorder._kept._words.clone()
         found["conv"] = context.mamba_conv_states[:, slots].clone()
         found["recurrent"] = context.mamba_ssm_states[:, slots].clone()
     num_computed = 3 + sum(len(value) for name, value in found.items() if "tokens" in name)
