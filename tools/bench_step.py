@@ -5,15 +5,16 @@
 A block is a token mixer and a MoE of the full width of `--preset`; embedding and output layer are
 small, so that what is measured is what 40 such blocks repeat. The samples are of `--length` tokens,
 with hints that a model of method qat recorded, written to files and read by the trainer's own
-prefetcher: file -> page-locked memory -> side stream -> device.
+prefetcher: file -> page-locked memory -> side stream -> device (`--readers` says by what).
 
 All trainers have one and the same weights, gradients and optimizer. They take turns in shuffled
 order, so that what the machine does to one it does to all (`bench_step_train.py`). Times are
 medians of micro-batches, of CUDA events (of the wall clock on a CPU); "host" is how long the host
 took to hand the work over, so where both are alike the GPU waited for the host, "wait" how much of
 that was waiting for hints to be read, and "weights" how much longer the first micro-batch after an
-optimizer step takes. "over qat" is the median of the ratios of the rounds, with its 95 % interval
-by bootstrap over the rounds, and whether the interval says that it is within 3 %.
+optimizer step takes. "over qat" (with the same experts and reader) is the median of the ratios of
+the rounds, with its 95 % interval by bootstrap over the rounds, and whether the interval says that
+it is within 3 %.
 
 A case is METHOD:EXPERTS[:SITES[:LAYERS]][@T], SITES joined by +, such as
 `trace:te:all:latter_half` or `trace:te:fc1+k`; with @T it is measured at that many tokens only.
@@ -237,16 +238,17 @@ def _options() -> argparse.Namespace:
         type=float,
         nargs="+",
         default=[600.0],
-        help="ends the rounds of a block and a number of tokens, so long after they began",
+        help="ends the rounds of a block and a number of tokens, so long after the first began",
     )
     parser.add_argument("--micro-batches", type=int, default=1, help="of a case in a round")
     parser.add_argument("--profile", type=int, default=0, help="rows of a case's profile")
     parser.add_argument("--profile-cases", nargs="+", default=["qat:local", "trace:local"])
     parser.add_argument(
-        "--at-once",
-        action="store_false",
-        dest="ahead",
-        help="makes micro-batches before they are timed, without the thread that reads ahead",
+        "--readers",
+        nargs="+",
+        choices=("process", "thread", "at-once"),
+        default=["process"],
+        help="what reads the hints ahead; at-once makes micro-batches before they are timed",
     )
     parser.add_argument("--hang-s", type=float, help="ends with all stacks after so long")
     parser.add_argument(

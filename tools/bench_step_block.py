@@ -85,7 +85,8 @@ class Trainer:
 
     Attributes:
         case: The case.
-        model: The model.
+        reader: What reads its hints: `process`, `thread`, or `at-once` before it is timed.
+        model: The model; cases that differ by the reader share it.
         sites: Its `TraceSites`.
         files: Where its hints are.
         stream: Its micro-batches without end, once it reads.
@@ -96,6 +97,7 @@ class Trainer:
     """
 
     case: Case
+    reader: str
     model: Any
     sites: TraceSites
     files: HintFiles
@@ -104,6 +106,16 @@ class Trainer:
     host: list[float] = field(default_factory=list)
     waited: list[float] = field(default_factory=list)
     peak_bytes: int = 0
+
+    @property
+    def name(self) -> str:
+        """What tables call it."""
+        return f"{self.case.name}, {self.reader}"
+
+    @property
+    def peers(self) -> tuple[str, str]:
+        """What it has in common with the cases that it is compared with: experts and reader."""
+        return self.case.experts, self.reader
 
     @functools.cached_property
     def parameters(self) -> list[Any]:

@@ -1,11 +1,13 @@
 """Trains the cases of `bench_step.py` by turns, and makes the rows of its table.
 
-    round       1           2           3        an optimizer step before some of them
-    turns    b  a  c     a  c  b     c  b  a     shuffled; each some micro-batches
+    round         1               2               3        an optimizer step before some of them
+    turns    (b a) (c d)     (d c) (a b)     (a b) (d c)   shuffled; each some micro-batches
 
+Cases that are compared have experts and reader in common, and take their turns one after another.
 Each case keeps its reader from its first turn to its last, as a training does: while a micro-batch
-is trained on, the thread reads the next one. Only micro-batches whose weights were quantised before
-count; the first one after each optimizer step is noted apart.
+is trained on, the next one is read, by one process for all of them or by a thread of each. Only
+micro-batches whose weights were quantised before count; the first one after each optimizer step is
+noted apart.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from bench_step_profile import Collections, host_profiled, profiled
 
 from megatron_trace.hints.files import HintFiles
 from megatron_trace.hints.types import RolloutSample
+from megatron_trace.training.hint_reader import HintReader
 from megatron_trace.training.micro_batch import MicroBatch, make_micro_batch
 from megatron_trace.training.model import token_logprobs
 from megatron_trace.training.prefetch import MicroBatchPrefetcher
@@ -57,30 +60,33 @@ def measure_training(
     starts = range(0, len(block.samples) - per_batch + 1, per_batch)
     batches = [block.samples[first : first + per_batch] for first in starts]
     budget_s = options.budget_s[min(options.tokens.index(num_tokens), len(options.budget_s) - 1)]
-    began = passed_s(options)
     with contextlib.ExitStack() as stack:
+        process = HintReader(device)
+        stack.callback(process.close)
         trainers: list[Trainer] = []
         for case in cases:
             with reported(case.name):
-                trainer = Trainer(case, *block.trainer(case), HintFiles(block.folder))
-                reading = _reading(trainer, batches, ahead=options.ahead)
-                trainer.stream = stack.enter_context(reading)
-                trainers.append(trainer)
+                model, sites = block.trainer(case)
+                for reader in options.readers:
+                    trainer = Trainer(case, reader, model, sites, HintFiles(block.folder))
+                    trainer.stream = stack.enter_context(_reading(trainer, batches, process))
+                    trainers.append(trainer)
         print(f"built, {passed_s(options):.1f} s so far", flush=True)
         collections = stack.enter_context(Collections())
         turns = _Turns(trainers, device, reported, made)
         turns.take(range(options.warm_up), "warm_up", tell=True)
         optimizer: list[float] = []
         order = random.Random(num_tokens)
+        began = passed_s(options)
         for round_number in range(options.rounds):
             # One round is the least.
             if round_number and passed_s(options) - began > budget_s:
                 break
-            order.shuffle(turns.trainers)
+            turns.shuffle(order)
             if round_number % options.rounds_per_step == 0:
                 optimizer.append(block.optimizer_step())
                 turns.take(range(1), "first")
-                order.shuffle(turns.trainers)
+                turns.shuffle(order)
             turns.take(range(options.micro_batches), "later")
             if round_number == 0:
                 print(f"round 0 done, {passed_s(options):.1f} s so far", flush=True)
@@ -92,7 +98,7 @@ def measure_training(
         if num_tokens == options.tokens[-1] and options.profile:
             for trainer in kept:
                 if trainer.case.text in options.profile_cases:
-                    with reported(f"profile of {trainer.case.name}"):
+                    with reported(f"profile of {trainer.name}"):
                         _profile(trainer, options.profile)
     return rows
 
@@ -102,7 +108,7 @@ def _profile(trainer: Trainer, num_rows: int) -> None:
     for profiler in (profiled, host_profiled):
         step(trainer, next(trainer.stream))
         run = partial(step, trainer, next(trainer.stream))
-        profiler(trainer.case.name, run, num_rows)
+        profiler(trainer.name, run, num_rows)
 
 
 def passed_s(options: argparse.Namespace) -> float:
@@ -112,17 +118,21 @@ def passed_s(options: argparse.Namespace) -> float:
 
 @contextlib.contextmanager
 def _reading(
-    trainer: Trainer, batches: Sequence[Sequence[RolloutSample]], *, ahead: bool
+    trainer: Trainer, batches: Sequence[Sequence[RolloutSample]], process: HintReader
 ) -> Iterator[Iterator[MicroBatch]]:
     """Gives a case's micro-batches without end: read ahead, or made now and used again."""
-    if ahead:
-        with MicroBatchPrefetcher(
-            itertools.cycle(batches), trainer.files, trainer.sites, max_host_bytes=None
-        ) as stream:
-            yield stream
+    if trainer.reader == "at-once":
+        made = [make_micro_batch(samples, trainer.files, trainer.sites) for samples in batches]
+        yield itertools.cycle(made)
         return
-    made = [make_micro_batch(samples, trainer.files, trainer.sites) for samples in batches]
-    yield itertools.cycle(made)
+    with MicroBatchPrefetcher(
+        itertools.cycle(batches),
+        trainer.files,
+        trainer.sites,
+        max_host_bytes=None,
+        reader=process if trainer.reader == "process" else None,
+    ) as stream:
+        yield stream
 
 
 class _Turns:
@@ -142,18 +152,30 @@ class _Turns:
         self.trainers = list(trainers)
         self._device, self._reported, self._made = device, reported, made
 
+    def shuffle(self, order: random.Random) -> None:
+        """Puts the next turns in another order, in which cases that are compared stay together."""
+        order.shuffle(self.trainers)
+        groups: dict[tuple[str, str], list[Trainer]] = {}
+        for trainer in self.trainers:
+            groups.setdefault(trainer.peers, []).append(trainer)
+        self.trainers = [trainer for group in groups.values() for trainer in group]
+
     def take(self, micro_batches: range, what: str, *, tell: bool = False) -> None:
         """Has every case train once, and notes its milliseconds under a name."""
-        left = []
+        left, first_turns = [], {}
         for trainer in self.trainers:
             started = time.perf_counter()
-            with self._reported(trainer.case.name):
-                turn = [self._timed(trainer, counts=what == "later") for _ in micro_batches]
+            with self._reported(trainer.name):
+                # Of cases that share a model, one quantises its weights for all of them.
+                turn = first_turns.get(id(trainer.model)) if what == "first" else None
+                if turn is None:
+                    turn = [self._timed(trainer, counts=what == "later") for _ in micro_batches]
+                    first_turns[id(trainer.model)] = turn
                 trainer.turns.setdefault(what, []).append(turn)
                 left.append(trainer)
             if tell:
                 seconds = time.perf_counter() - started
-                print(f"{trainer.case.name}: warm-up {seconds:.2f} s", flush=True)
+                print(f"{trainer.name}: warm-up {seconds:.2f} s", flush=True)
         self.trainers = left
 
     def _timed(self, trainer: Trainer, *, counts: bool) -> float:
@@ -200,7 +222,8 @@ def row_of(trainer: Trainer, num_tokens: int, optimizer_ms: float) -> dict[str, 
         report = trainer.sites.report()
         coverage = {str(site): round(counts.coverage, 4) for site, counts in report.sites.items()}
     return {
-        "case": dataclasses.asdict(trainer.case) | {"name": trainer.case.name},
+        "case": dataclasses.asdict(trainer.case) | {"name": trainer.name},
+        "peers": trainer.peers,
         "tokens": num_tokens,
         "micro_batches": len(every),
         "micro_batch_ms": later,
@@ -218,10 +241,10 @@ def row_of(trainer: Trainer, num_tokens: int, optimizer_ms: float) -> dict[str, 
 
 
 def add_ratios(rows: Sequence[dict[str, Any]]) -> None:
-    """Adds to rows what they take over method qat with the same experts, by pairs of rounds."""
-    plain = {row["case"]["experts"]: row for row in rows if row["case"]["method"] == "qat"}
+    """Adds to rows what they take over qat with the same experts and reader, by pairs of rounds."""
+    plain = {row["peers"]: row for row in rows if row["case"]["method"] == "qat"}
     for row in rows:
-        base = plain.get(row["case"]["experts"])
+        base = plain.get(row["peers"])
         if base is not None and base is not row:
             ratio = paired_ratio(row["rounds_ms"], base["rounds_ms"])
             row["over_qat"] = ratio.as_dict(MOST) | {"text": str(ratio)}
@@ -230,14 +253,14 @@ def add_ratios(rows: Sequence[dict[str, Any]]) -> None:
 def print_training(rows: Sequence[dict[str, Any]]) -> None:
     """Prints the table; over qat with the interval of 95 %, and what it says of the goal."""
     print(
-        f"{'case':40} {'tokens':>6} {'n':>3} {'ms':>7} {'least':>7} {'most':>7} {'host':>7} "
-        f"{'wait':>5} {'weights':>7} {'GiB':>5}  {'over qat, same experts':36} coverage"
+        f"{'case':48} {'tokens':>6} {'n':>3} {'ms':>7} {'least':>7} {'most':>7} {'host':>7} "
+        f"{'wait':>5} {'weights':>7} {'GiB':>5}  {'over qat, same experts and reader':36} coverage"
     )
     for row in rows:
         over = row.get("over_qat")
         said = f"{over['text']} {over['verdict']}" if over else ""
         print(
-            f"{row['case']['name']:40} {row['tokens']:6} {row['micro_batches']:3} "
+            f"{row['case']['name']:48} {row['tokens']:6} {row['micro_batches']:3} "
             f"{row['micro_batch_ms']:7.2f} {row['micro_batch_ms_least']:7.2f} "
             f"{row['micro_batch_ms_most']:7.2f} {row['host_ms']:7.2f} {row['waited_ms']:5.2f} "
             f"{row['weights_ms']:7.2f} {row['peak_bytes'] / 2**30:5.2f}  {said:36} "

@@ -34,24 +34,35 @@ class Segment:
         self.number = number
         self.num_bytes = num_bytes
         self._locked = False
-        # The system would rather kill a process than say that it has no such memory.
+        why = self._take()
+        if why:
+            raise RuntimeError(
+                f"no {num_bytes} bytes of shared memory for hints that are read ahead: {why}; "
+                "raise the memory of the job or its container, lower --trace-hint-memory-mb, make "
+                "micro-batches smaller, or choose --trace-hint-reader thread"
+            )
+        self.memory = torch.frombuffer(self._map, dtype=torch.uint8)
+        if device.type == "cuda":
+            self._lock(device)
+
+    def _take(self) -> str:
+        """Takes the memory; gives why it cannot."""
+        # Asked for more than it has, the system would rather kill a process than say so.
         available = available_bytes()
-        if num_bytes > available:
-            raise RuntimeError(_no_memory(num_bytes, f"{available} are available"))
+        if self.num_bytes > available:
+            return f"{available} are available"
         try:
             self.descriptor = os.memfd_create("trace-hints")
             try:
                 # Takes the pages now: where there are none, the error is here, not a signal later.
-                os.posix_fallocate(self.descriptor, 0, num_bytes)
-                self._map = mmap.mmap(self.descriptor, num_bytes)
+                os.posix_fallocate(self.descriptor, 0, self.num_bytes)
+                self._map = mmap.mmap(self.descriptor, self.num_bytes)
             except OSError:
                 os.close(self.descriptor)
                 raise
         except OSError as error:
-            raise RuntimeError(_no_memory(num_bytes, str(error.strerror))) from error
-        self.memory = torch.frombuffer(self._map, dtype=torch.uint8)
-        if device.type == "cuda":
-            self._lock(device)
+            return str(error.strerror)
+        return ""
 
     def _lock(self, device: torch.device) -> None:
         # The thread that gets here begins on device 0, where this would make it a context.
@@ -81,14 +92,6 @@ class Segment:
             self._locked = False
         del self.memory
         self._map.close()
-
-
-def _no_memory(num_bytes: int, why: str) -> str:
-    return (
-        f"no {num_bytes} bytes of shared memory for hints that are read ahead ({why}): raise the "
-        "memory of the job or its container, lower --trace-hint-memory-mb, make micro-batches "
-        "smaller, or choose --trace-hint-reader thread"
-    )
 
 
 def available_bytes() -> int:

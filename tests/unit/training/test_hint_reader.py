@@ -94,6 +94,22 @@ def test_a_process_gives_the_bits_of_micro_batches_made_at_once(files, reader, p
     assert made.peak_host_bytes >= max(content.hint_bytes for content in expected)
 
 
+@pytest.mark.gpu
+def test_on_a_gpu_page_locked_shared_memory_gives_the_same_bits(files):
+    folder, names, sites = files
+    store, batches = HintFiles(folder), [[name] for name in names * 3]
+    expected = {
+        name: make_micro_batch([store.sample(name)], store, sites) for name in dict.fromkeys(names)
+    }
+    reader = HintReader(sites.device)
+    with MicroBatchPrefetcher(batches, store, sites, max_host_bytes=None, reader=reader) as made:
+        for got, (name,) in zip(made, batches, strict=True):
+            assert got.tokens.is_cuda
+            assert_same_content(got, expected[name])
+    assert all(segment.memory.is_pinned() for segment, _ in reader._segments.values())
+    reader.close()
+
+
 def test_micro_batches_that_were_given_outlive_the_memory_they_were_read_to(files, reader):
     folder, names, sites = files
     store = HintFiles(folder)
@@ -256,7 +272,7 @@ def test_an_interpreter_that_is_not_there_is_one_error(files, monkeypatch):
 
 
 def test_more_shared_memory_than_there_is_is_one_error_that_names_the_size():
-    with pytest.raises(RuntimeError, match=rf"no {2**60} bytes .*\d+ are available.*memory-mb"):
+    with pytest.raises(RuntimeError, match=rf"no {2**60} bytes .*\d+ are available; .*memory-mb"):
         Segment(0, 2**60, CPU)
 
 
