@@ -52,22 +52,6 @@ def are_usual(scales, ROW: tl.constexpr, TILES: tl.constexpr):
 
 
 @triton.jit
-def load_pairs(x_ptr, left, T: tl.constexpr, TILES: tl.constexpr):
-    """Gives a tuple of [T, 4]; all loads are under way before the first is used.
-
-    Args:
-        x_ptr: BF16 values of this program.
-        left: Octets of this program.
-        T: Octets of a tile.
-        TILES: Tiles.
-    """
-    tiles = ()
-    for tile in tl.static_range(TILES):
-        tiles += (load_pair_tile(x_ptr, left, tile, T),)
-    return tiles
-
-
-@triton.jit
 def load_pair_tile(x_ptr, left, tile, T: tl.constexpr):
     """Gives the pairs [T, 4] of a tile."""
     octet = tl.arange(0, T)[:, None] + tile * T

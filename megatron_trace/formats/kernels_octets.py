@@ -67,25 +67,6 @@ def hint_word(biased, power, sign_bits, NUM_BITS: tl.constexpr):
 
 
 @triton.jit
-def guided_octets(x, word, byte, global_scale, NUM_BITS: tl.constexpr):
-    """Gives x [T, 8] guided by the hint and the block scale of its octets.
-
-    Args:
-        x: float [T, 8].
-        word: int32 [T]; 8 mantissa bits, pairs of lowest bits, or codes.
-        byte: int32 [T], E4M3.
-        global_scale: FP32, or FP32 [T].
-        NUM_BITS: 1, 2 or 4.
-
-    Returns:
-        FP32 [T, 8].
-    """
-    a, effective, zero = guided_quotients(x, byte, global_scale)
-    chosen = guided_magnitudes(x, word, a, NUM_BITS, False)
-    return dequantised(chosen, sign_bits_of(x), effective, zero)
-
-
-@triton.jit
 def guided_quotients(x, byte, global_scale):
     """Gives |x| / effective, 0 in blocks of zeros, FP32 [T, 8]; effective; zero [T, 1]."""
     effective = (_block_scale_value(byte) * global_scale)[:, None]

@@ -176,37 +176,6 @@ def packed_parts(
     return parts
 
 
-def packed_positions(
-    lengths: Sequence[int],
-    *,
-    tp_size: int = 1,
-    tp_rank: int = 0,
-    cp_size: int = 1,
-    cp_rank: int = 0,
-) -> list[tuple[int, int] | None]:
-    """Gives the (sequence, position) of each row of a rank when sequences are packed.
-
-    Args:
-        lengths: Positions of each sequence.
-        tp_size: Tensor-parallel ranks that split the rows.
-        tp_rank: This one.
-        cp_size: Context-parallel ranks.
-        cp_rank: This one.
-
-    Returns:
-        One entry a row; None for padding.
-    """
-    parts = packed_parts(
-        lengths, tp_size=tp_size, tp_rank=tp_rank, cp_size=cp_size, cp_rank=cp_rank
-    )
-    return [
-        (sequence, position) if position < length else None
-        for sequence, (length, chunks) in enumerate(zip((*lengths, 0), parts, strict=True))
-        for chunk in chunks
-        for position in chunk
-    ]
-
-
 def kv_heads(num_heads: int, tp_size: int, tp_rank: int) -> range:
     """Gives the KV heads whose keys and values a tensor-parallel rank computes.
 
@@ -311,36 +280,6 @@ def samples_of_rank(num_samples: int, dp_size: int, dp_rank: int) -> range:
     size, more = divmod(num_samples, dp_size)
     start = dp_rank * size + min(dp_rank, more)
     return range(start, start + size + (dp_rank < more))
-
-
-def chunk_layers(
-    layers_of_chunks: Sequence[int], pp_size: int, pp_rank: int, vp_stage: int = 0
-) -> range:
-    """Gives the layers of one model chunk of a pipeline stage.
-
-    Args:
-        layers_of_chunks: Layers of every chunk, in the order of the forward pass; chunk i is on
-            stage i modulo pp.
-        pp_size: Pipeline stages.
-        pp_rank: This one.
-        vp_stage: Which of the stage's chunks.
-
-    Raises:
-        ValueError: There is no such chunk, or the stages have unequal numbers of chunks.
-    """
-    _require_rank("pipeline-parallel", pp_size, pp_rank)
-    if len(layers_of_chunks) % pp_size:
-        raise ValueError(
-            f"{len(layers_of_chunks)} chunks cannot be dealt out to {pp_size} pipeline stages"
-        )
-    chunk = vp_stage * pp_size + pp_rank
-    if not 0 <= chunk < len(layers_of_chunks):
-        raise ValueError(
-            f"virtual stage {vp_stage} of pipeline stage {pp_rank} would be chunk {chunk}, but "
-            f"there are {len(layers_of_chunks)}"
-        )
-    start = sum(layers_of_chunks[:chunk])
-    return range(start, start + layers_of_chunks[chunk])
 
 
 def _cut(parts: Sequence[range], start: int, stop: int) -> tuple[range, ...]:

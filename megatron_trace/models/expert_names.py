@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import re
 
-_LOCAL = re.compile(r"(.*\bexperts)\.local_experts\.(\d+)\.(linear_fc[12])\.weight")
 _GROUPED = re.compile(r"(.*\bexperts)\.(linear_fc[12])\.weight(\d+)")
 
 
@@ -22,12 +21,3 @@ def local_name(name: str) -> str:
         return name
     experts, linear, expert = grouped.groups()
     return f"{experts}.local_experts.{expert}.{linear}.weight"
-
-
-def grouped_name(name: str) -> str:
-    """Gives the name that a parameter has where experts are grouped."""
-    local = _LOCAL.fullmatch(name)
-    if local is None:
-        return name
-    experts, expert, linear = local.groups()
-    return f"{experts}.{linear}.weight{expert}"

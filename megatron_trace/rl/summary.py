@@ -21,15 +21,13 @@ class SiteMismatch:
     Attributes:
         nearest: Share of values that rounding to nearest would give another code.
         guided: Share of guided values that got another code; NaN if none was guided.
-        num_guided_different: Those values, and how they divide:
-        num_out_of_bracket: The rollout's magnitude is neither candidate.
-        num_sign_flip: The rollout's value has the other sign.
+        num_out_of_bracket: Of those, where the rollout's magnitude is neither candidate.
+        num_sign_flip: Where it has the other sign.
         num_unexplained: Neither.
     """
 
     nearest: float
     guided: float
-    num_guided_different: int
     num_out_of_bracket: int
     num_sign_flip: int
     num_unexplained: int
@@ -177,7 +175,6 @@ def _mismatch(records: Sequence[MetricsRecord]) -> dict[str, SiteMismatch]:
             found[site] = SiteMismatch(
                 nearest=ratio(counts["rtn_different"], counts["values"]),
                 guided=ratio(counts["guided_different"], counts["guided_values"]),
-                num_guided_different=counts["guided_different"],
                 num_out_of_bracket=counts["out_of_bracket"],
                 num_sign_flip=counts["sign_flip"],
                 num_unexplained=counts["unexplained"],

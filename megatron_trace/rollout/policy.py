@@ -207,7 +207,7 @@ class ServedPolicy:
         self._require_calibrated("push_weights")
         self._require_pushable(policy_version)
         if rule is not None:
-            self._weights.require_effect(rule)
+            self._weights.require_rules()
         started = time.perf_counter()
         require_fitting(self.model, named)
         with self._kept_on_failure():

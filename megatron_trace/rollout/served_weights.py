@@ -122,7 +122,7 @@ class ServedWeights:
         Args:
             named: What was loaded.
             policy_version: Version that serves from now on.
-            rule: Chooses codes and scales, see `require_effect`.
+            rule: Chooses codes and scales, see `require_rules`.
 
         Returns:
             The digest: of the experts' codes and scales or, where none is quantised, of all
@@ -172,8 +172,8 @@ class ServedWeights:
             rule=rule,
         )
 
-    def require_effect(self, rule: WeightRule) -> None:
-        """Raises ValueError if a rule of codes and scales has none, as weights are not in NVFP4."""
+    def require_rules(self) -> None:
+        """Raises ValueError if a rule would have no effect, as no weights are in plain NVFP4."""
         trace = self._trace
         if (
             trace.formats.weights.name != "nvfp4"

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_trace.study.results import CellResult, Row
+from megatron_trace.study.results import Row
 
 NUM_RESAMPLES = 1000
 Draws = NDArray[np.int64]
@@ -185,11 +185,6 @@ def gradient_of(row: Row, draws: Draws) -> tuple[Interval, Interval]:
         cosine = (rr + dr) / (own * np.sqrt(rr))
         error = np.sqrt(np.maximum(dd, 0.0) / rr)
     return interval(cosine), interval(error)
-
-
-def draws_for(cell: CellResult) -> Draws:
-    """Gives the draws of the samples of a cell."""
-    return draws_of(len(cell.rows))
 
 
 def _require_paired(rows: Sequence[Row], others: Sequence[Row]) -> None:

@@ -126,13 +126,6 @@ def test_recorded_routing_is_that_of_a_full_forward(engines):
     assert differing <= tolerance(cpu=0, gpu=0.05) * rows
 
 
-def _prefilled(engine, samples):
-    """Gives the rollout in which all that was generated, but its last token, is the prompt."""
-    return roll_out(
-        engine, [sample.tokens[:-1] for sample in samples], greedy=True, max_new_tokens=1
-    )
-
-
 def _differing_codes(first, second) -> dict[int, float]:
     """Gives by layer the share of codes in which two rollouts of the same tokens differ."""
     shares: dict[int, list[torch.Tensor]] = {0: [], 1: []}

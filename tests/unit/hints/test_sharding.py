@@ -8,19 +8,17 @@ import pytest
 import torch
 
 from megatron_trace.hints.sharding import (
-    chunk_layers,
     cp_positions,
     expert_columns,
     kv_heads,
     local_experts,
-    packed_positions,
+    packed_parts,
     padded_length,
     recorded_rows,
     samples_of_rank,
     slots_of_experts,
     token_positions,
 )
-from megatron_trace.testing.single_process import single_process
 
 SIZES = (1, 2, 3, 4, 8)
 
@@ -125,6 +123,18 @@ def test_right_padding_leaves_the_real_rows_of_a_rank_first():
         recorded_rows(positions, 17, 16)
 
 
+def packed_positions(lengths, **rank):
+    """Gives the (sequence, position) of each row of a rank; None for padding."""
+    return [
+        (sequence, position) if position < length else None
+        for sequence, (length, chunks) in enumerate(
+            zip((*lengths, 0), packed_parts(lengths, **rank), strict=True)
+        )
+        for chunk in chunks
+        for position in chunk
+    ]
+
+
 @pytest.mark.parametrize("cp_size", [1, 2, 3])
 @pytest.mark.parametrize("tp_size", [1, 2, 4])
 @pytest.mark.parametrize("lengths", [(5, 7, 3), (1,), (16, 1, 1), (2, 30)])
@@ -220,38 +230,3 @@ def test_every_sample_is_on_exactly_one_rank_and_none_is_idle(dp_size):
         assert max(map(len, parts)) - min(map(len, parts)) <= 1
     with pytest.raises(ValueError, match="too few"):
         samples_of_rank(dp_size - 1, dp_size, 0)
-
-
-@pytest.mark.parametrize("pp_size", [1, 2, 4])
-@pytest.mark.parametrize("num_chunks", [1, 2, 3])
-def test_every_layer_is_in_exactly_one_chunk(pp_size, num_chunks):
-    counts = [1 + (7 * i) % 4 for i in range(pp_size * num_chunks)]
-    parts = [
-        chunk_layers(counts, pp_size, stage, chunk)
-        for chunk in range(num_chunks)
-        for stage in range(pp_size)
-    ]
-    assert flat(parts) == list(range(sum(counts)))
-
-
-def test_uneven_stages_of_dense_and_moe_layers_are_those_of_megatrons_pattern():
-    from megatron.core.models.hybrid.hybrid_layer_allocation import select_pipeline_segment
-
-    pattern = "*-*E|*E|*E*E*E|*-"
-    counts = [len(part) for part in pattern.split("|")]
-    main = pattern.replace("|", "")
-    with single_process(seed=0):
-        for chunk, part in enumerate(pattern.split("|")):
-            layers = chunk_layers(counts, 1, 0, chunk)
-            assert "".join(main[i] for i in layers) == part
-            theirs, offset = select_pipeline_segment(pattern, None, chunk)
-            assert (list(part), layers.start) == (theirs, offset)
-
-
-def test_a_chunk_that_does_not_exist_is_refused():
-    with pytest.raises(ValueError, match="3 chunks cannot be dealt out to 2"):
-        chunk_layers([1, 1, 1], 2, 0)
-    with pytest.raises(ValueError, match="would be chunk 5, but there are 4"):
-        chunk_layers([1, 1, 1, 1], 2, 1, 2)
-    with pytest.raises(ValueError, match="would be chunk -1, but there are 4"):
-        chunk_layers([1, 1, 1, 1], 2, 1, -1)

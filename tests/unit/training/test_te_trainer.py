@@ -19,7 +19,7 @@ from megatron.core import dist_checkpointing
 
 from megatron_trace import compat
 from megatron_trace.config import TraceConfig
-from megatron_trace.models.expert_names import grouped_name, local_name
+from megatron_trace.models.expert_names import local_name
 from megatron_trace.testing import cpu_runtime
 from megatron_trace.testing.assertions import assert_same_bytes
 from megatron_trace.testing.recorded_samples import seen_values
@@ -290,11 +290,12 @@ def test_a_nan_at_fc2_names_expert_and_token(rolled, weights):
             token_logprobs(model, sites, micro_batch)
 
 
-def test_names_of_experts_translate_both_ways(weights):
-    assert all(local_name(grouped_name(name)) == name for name in weights)
-    changed = [name for name in weights if grouped_name(name) != name]
-    assert len(changed) == 2 * 2 * 16
-    assert grouped_name(changed[0]) == "decoder.layers.1.mlp.experts.linear_fc1.weight0"
+def test_grouped_experts_have_the_names_of_local_ones_and_other_parameters_their_own(weights):
+    experts = "decoder.layers.1.mlp.experts"
+    local = f"{experts}.local_experts.11.linear_fc2.weight"
+    assert local in weights
+    assert local_name(f"{experts}.linear_fc2.weight11") == local
+    assert all(local_name(name) == name for name in weights)
 
 
 def test_megatrons_recipe_flags_choose_the_recipes_experts(rolled, weights):
