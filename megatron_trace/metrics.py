@@ -6,11 +6,21 @@ Legend: B samples, S positions, N rows, K values of a row, C blocks of a row.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from typing import Self
 
 import torch
 
 from megatron_trace.formats import pack_bits
 from megatron_trace.formats.number_format import NVFP4, NumberFormat
+
+
+@dataclass(frozen=True)
+class Sums:
+    """Counts and sums that are added up field by field."""
+
+    def __add__(self, other: Self) -> Self:
+        """Gives the sums of both."""
+        return type(self)(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 
 
 @dataclass(frozen=True)
@@ -84,7 +94,7 @@ def _quantile(values: torch.Tensor, share: float) -> float:
 
 
 @dataclass(frozen=True)
-class CodeMismatch:
+class CodeMismatch(Sums):
     """Counts of how training's codes differ from the rollout's full codes; -0 equals +0.
 
     Attributes:
@@ -115,12 +125,6 @@ class CodeMismatch:
     sign_flip: int = 0
     misread_scale: int = 0
     unexplained: int = 0
-
-    def __add__(self, other: CodeMismatch) -> CodeMismatch:
-        """Adds the counts."""
-        return CodeMismatch(
-            **{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)}
-        )
 
     @property
     def rtn_share(self) -> float:

@@ -30,11 +30,12 @@ from megatron_trace.config import Method, TraceConfig
 from megatron_trace.hints import HintStore, QuantizerSettings, RolloutSample
 from megatron_trace.metrics import LogprobGap, logprob_gap
 from megatron_trace.models.hybrid import causal_mask
-from megatron_trace.rollout import RolloutEngine, SamplingSettings
+from megatron_trace.rollout import SamplingSettings
 from megatron_trace.study import smollm2, smollm2_moe
 from megatron_trace.study.few_shot import few_shot, solved
 from megatron_trace.study.gguf_llama import byte_level_tokenizer, read_gguf
 from megatron_trace.study.model import StudyModel
+from megatron_trace.study.rollouts import engine_of
 from megatron_trace.study.task_mix import CHAIN_SUMS, items_of_mix
 from megatron_trace.testing.single_process import single_process
 from megatron_trace.training.micro_batch import make_micro_batch
@@ -74,26 +75,12 @@ def prompts_of(model: StudyModel, kind: str) -> list[Sequence[int]]:
     return [*(text[:text_tokens] for text in texts[:num_texts]), *longer, *sums[:num_sums]]
 
 
-def engine_of(model: StudyModel, trace: TraceConfig) -> RolloutEngine:
-    """Builds an engine without weights, whose samples end with a line."""
-    return RolloutEngine(
-        model.config,
-        pattern=model.pattern,
-        vocab_size=model.vocab_size,
-        max_sequence_length=model.context,
-        trace=trace,
-        eod_token=model.eod_token,
-        max_requests=16,
-        model_id=model.name,
-        rotary_base=model.rotary_base,
-    )
-
-
 def roll_out(model: StudyModel, kind: str, method: Method, hint_sites: tuple[str, ...]) -> Rollout:
     """Generates the samples, with hints of all layers and full codes unless the method is bf16."""
     recorded: dict[str, Any] = {"hint_layers": "all", "hint_sites": hint_sites}
     share = 0.0 if method == "bf16" else 1.0
-    engine = engine_of(model, TraceConfig(method=method, diagnostic_share=share, **recorded))
+    trace = TraceConfig(method=method, diagnostic_share=share, **recorded)
+    engine = engine_of(model, trace, max_requests=16)
     if method != "bf16":
         engine.load_weights(model.weights)
         texts, sums = model.calibration[0][:3, :96], model.calibration[1][-1:, :96]
@@ -169,7 +156,7 @@ def answer_sums(model: StudyModel) -> None:
 
 def solve_chain_sums(model: StudyModel, count: int) -> None:
     """Prints how many chain sums the BF16 engine solves greedily after four solved ones."""
-    engine = engine_of(model, TraceConfig(method="bf16"))
+    engine = engine_of(model, TraceConfig(method="bf16"), max_requests=16)
     engine.push_weights(model.weights, policy_version=0)
     tokenizer = byte_level_tokenizer(read_gguf(smollm2.gguf_path()).metadata)
     problems = few_shot(items_of_mix([CHAIN_SUMS]), count)

@@ -8,11 +8,12 @@ and `theta` (the trainer now, differentiable).
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from megatron_trace.metrics import Sums
 from megatron_trace.rl.objectives.score_centering import score_centering
 from megatron_trace.rl.objectives.sequence_clip import gspo, tbpo
 from megatron_trace.rl.objectives.settings import LossSettings
@@ -34,7 +35,7 @@ _LARGEST_EXPONENT = 300.0
 
 
 @dataclass(frozen=True)
-class LossSums:
+class LossSums(Sums):
     """Sums over tokens, so that micro-batches and ranks add up exactly.
 
     Attributes:
@@ -64,12 +65,6 @@ class LossSums:
     surprise: float = 0.0
     amplifying: float = 0.0
     damping: float = 0.0
-
-    def __add__(self, other: LossSums) -> LossSums:
-        """Gives the sums of both."""
-        return LossSums(
-            *(getattr(self, field.name) + getattr(other, field.name) for field in fields(self))
-        )
 
     def means(self) -> dict[str, Any]:
         """Gives the metrics per token; all 0 without a token."""

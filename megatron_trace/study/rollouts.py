@@ -66,6 +66,21 @@ class RolloutSet:
         return RolloutSet(self.samples, codes, self.settings)
 
 
+def engine_of(model: StudyModel, trace: TraceConfig, *, max_requests: int) -> RolloutEngine:
+    """Builds an engine of a model that has no weights yet."""
+    return RolloutEngine(
+        model.config,
+        pattern=model.pattern,
+        vocab_size=model.vocab_size,
+        max_sequence_length=model.context,
+        trace=trace,
+        eod_token=model.eod_token,
+        max_requests=max_requests,
+        rotary_base=model.rotary_base,
+        model_id=model.name,
+    )
+
+
 def build_engine(model: StudyModel, setting: EngineSetting) -> RolloutEngine:
     """Builds an engine that records full codes everywhere and no hints."""
     trace = TraceConfig(
@@ -76,17 +91,7 @@ def build_engine(model: StudyModel, setting: EngineSetting) -> RolloutEngine:
         power_of_two_scales=setting.power_of_two_scales,
         number_format=setting.number_format,
     )
-    engine = RolloutEngine(
-        model.config,
-        pattern=model.pattern,
-        vocab_size=model.vocab_size,
-        max_sequence_length=model.context,
-        trace=trace,
-        eod_token=model.eod_token,
-        max_requests=setting.max_requests,
-        rotary_base=model.rotary_base,
-        model_id=model.name,
-    )
+    engine = engine_of(model, trace, max_requests=setting.max_requests)
     if setting.quantised:
         engine.load_weights(model.weights)
         engine.calibrate(model.calibration)

@@ -96,9 +96,7 @@ def ratio_text(result: StudyResult, name: str) -> str:
     return shown(gap_ratio(cell.rows, baseline.rows, draws_of(len(cell.rows))))
 
 
-def gap_table(
-    result: StudyResult, title: str, names: Iterable[str], *, note: str = ""
-) -> Table | None:
+def gap_table(result: StudyResult, title: str, names: Iterable[str]) -> Table | None:
     """Gives the gaps of some cells; None if none of them was run."""
     lines = []
     for name in names:
@@ -118,7 +116,7 @@ def gap_table(
             ]
         )
     head = ["", "mean", "p99", "max", "KL", "weight variance", "mean / qat's"]
-    return Table(title, note, head, lines) if lines else None
+    return Table(title, "", head, lines) if lines else None
 
 
 def names_of(result: StudyResult, question: str) -> list[str]:

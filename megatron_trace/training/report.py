@@ -11,7 +11,7 @@ import torch
 
 from megatron_trace.formats import unpack_hint
 from megatron_trace.hints.types import Site
-from megatron_trace.metrics import CodeMismatch, compare_codes
+from megatron_trace.metrics import CodeMismatch, Sums, compare_codes
 from megatron_trace.training.rounding import HintRows, PackedRows, Rounding, saturated_blocks
 from megatron_trace.training.shape import ExpertMatrix, Place
 from megatron_trace.training.slots import SlotRows
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class SiteReport:
+class SiteReport(Sums):
     """Counts of one site over all decoder layers.
 
     A row is a token; at fc2 it is a token's expert slot, counted where the expert is.
@@ -51,12 +51,6 @@ class SiteReport:
     padding: int = 0
     blocks: int = 0
     saturated_blocks: int = 0
-
-    def __add__(self, other: SiteReport) -> SiteReport:
-        """Adds the counts."""
-        return SiteReport(
-            **{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)}
-        )
 
     @property
     def coverage(self) -> float:
@@ -101,7 +95,7 @@ def require_guided(
 
 
 @dataclass(frozen=True)
-class ActivationDifference:
+class ActivationDifference(Sums):
     """How far an operand of training is from the rollout's, over the diagnostic rows of a place.
 
     Sums of squares, in FP64: of training's operand as it was rounded less the rollout's, of what
@@ -116,12 +110,6 @@ class ActivationDifference:
     trained: float = 0.0
     nearest: float = 0.0
     rollout: float = 0.0
-
-    def __add__(self, other: ActivationDifference) -> ActivationDifference:
-        """Adds the sums."""
-        return ActivationDifference(
-            self.trained + other.trained, self.nearest + other.nearest, self.rollout + other.rollout
-        )
 
     def shares(self) -> dict[str, float | None]:
         """Gives the relative L2 differences; None where the rollout's operand is all 0."""
