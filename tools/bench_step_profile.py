@@ -6,6 +6,8 @@ import cProfile
 import gc
 import pstats
 import time
+import warnings
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, Self
 
@@ -63,6 +65,35 @@ def host_profiled(name: str, run: Callable[[], None], num_rows: int) -> None:
     print(f"host profile of {name}")
     for order in ("tottime", "cumulative"):
         stats.sort_stats(order).print_stats(num_rows)
+
+
+def waits_profiled(name: str, run: Callable[[], None], num_rows: int) -> None:
+    """Runs something and prints the lines of Python at which the host waited for the device.
+
+    Args:
+        name: What it is.
+        run: Runs it once.
+        num_rows: Rows of the table.
+    """
+    if not (torch.cuda.is_available() and torch.version.cuda is not None):
+        return
+    with warnings.catch_warnings(record=True) as noted:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            with torch.autograd.set_multithreading_enabled(False):
+                run()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    lines = Counter(
+        f"{warning.filename}:{warning.lineno}"
+        for warning in noted
+        if "synchronizing" in str(warning.message)
+    )
+    print(f"waits of {name}: {lines.total()}")
+    for line, count in lines.most_common(num_rows):
+        print(f"  {count:4} {line}")
+    print(flush=True)
 
 
 def print_compilations() -> None:

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from bench_step_block import Block, Case, Timer, Trainer
 from bench_step_pairs import paired_ratio
-from bench_step_profile import Collections, host_profiled, profiled
+from bench_step_profile import Collections, host_profiled, profiled, waits_profiled
 
 from megatron_trace.hints.files import HintFiles
 from megatron_trace.hints.types import RolloutSample
@@ -105,7 +105,7 @@ def measure_training(
 
 def _profile(trainer: Trainer, num_rows: int) -> None:
     assert trainer.stream is not None, "every trainer has a reader"
-    for profiler in (profiled, host_profiled):
+    for profiler in (profiled, host_profiled, waits_profiled):
         step(trainer, next(trainer.stream))
         run = partial(step, trainer, next(trainer.stream))
         profiler(trainer.name, run, num_rows)
