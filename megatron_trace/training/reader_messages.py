@@ -195,7 +195,7 @@ def sample_message(sample: RolloutSample) -> dict[str, Any]:
         if field.name in _TOKENS:
             value = array("q", value)
         elif isinstance(value, torch.Tensor):
-            value = value.detach().cpu().numpy()
+            value = value.numpy(force=True)
         values[field.name] = value
     return values
 

@@ -1,7 +1,7 @@
 """Reading ahead on several ranks and pipeline stages changes no bit, and fails on all together.
 
 `RecordedTraining` and Megatron's schedules run as in Megatron's own loop: every chunk of the model
-has a reading thread of its own.
+has a reading thread of its own, or those of a rank share one process.
 """
 
 from __future__ import annotations
@@ -101,13 +101,13 @@ class Batches:
 
 
 def train_on_rank(rank: int, layout: str, **given: Any) -> dict[str, Any]:
-    """Entry of a rank: the same passes without and with reading ahead, within a bound."""
+    """Entry of a rank: the same passes without and with reading ahead."""
     return {
         name: _train(LAYOUTS[layout], recorded, **given)
         for name, recorded in {
             "at once": {},
             "ahead": {"prefetch": True},
-            "ahead, bounded": {"prefetch": True, "hint_memory_mb": 1},
+            "process": {"prefetch": True, "hint_memory_mb": 1, "hint_reader": "process"},
         }.items()
     }
 
@@ -219,7 +219,7 @@ def runs(tmp_path_factory):
     return run
 
 
-@pytest.mark.parametrize("how", ["ahead", "ahead, bounded"])
+@pytest.mark.parametrize("how", ["ahead", "process"])
 @pytest.mark.parametrize(
     "name",
     [pytest.param(n, marks=[] if n in IN_EVERY_RUN else pytest.mark.layouts) for n in LAYOUTS],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from megatron_trace.testing.tiny_trainer import RecordedRollout
 from megatron_trace.training import hint_reader
 from megatron_trace.training.batch_content import BatchContent, map_tensors
 from megatron_trace.training.hint_reader import HintReader, wants_process
+from megatron_trace.training.layout import RankLayout
 from megatron_trace.training.micro_batch import make_micro_batch
 from megatron_trace.training.prefetch import MicroBatchPrefetcher
 from megatron_trace.training.read_hints import mapped
@@ -92,6 +94,24 @@ def test_a_process_gives_the_bits_of_micro_batches_made_at_once(files, reader, p
             assert got.made_for is sites
             assert_same_content(got, content)
     assert made.peak_host_bytes >= max(content.hint_bytes for content in expected)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(
+    "layout", [RankLayout(tp_size=2, tp_rank=1, etp_size=2), RankLayout(cp_size=2, cp_rank=1)]
+)
+def test_what_is_told_of_a_model_stages_the_parts_of_its_rank(files, layout, packed):
+    folder, names, sites = files
+    store = HintFiles(folder)
+    shape = replace(sites.shape, layout=layout, num_kv_heads=2)
+    plan = replace(sites.staging_plan(), shape=shape)
+    contents = []
+    for of in (plan, pickle.loads(pickle.dumps(plan))):
+        job = StagingJob([store.sample(name) for name in names], store, of, packed=packed)
+        contents.append(job.content(StagingMemory.new(job.num_bytes, pin_memory=False)))
+    assert_same_content(*contents)
+    whole = make_micro_batch([store.sample(name) for name in names], store, sites, packed=packed)
+    assert contents[0].hint_bytes < whole.hint_bytes
 
 
 @pytest.mark.gpu
