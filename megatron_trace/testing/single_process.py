@@ -27,6 +27,20 @@ QWEN_FIELDS: dict[str, Any] = {
     "moe_shared_expert_gate": True,
 }
 
+# The MoE of `tiny_moe_config("*E*E")`, and what makes Megatron train it on a CPU.
+TINY_MOE_FLAGS = """
+    --hybrid-layer-pattern *E*E --hidden-size 128 --num-attention-heads 4 --group-query-attention
+    --num-query-groups 2 --kv-channels 32 --qk-layernorm --swiglu --normalization RMSNorm
+    --position-embedding-type rope --no-rope-fusion --disable-bias-linear
+    --untie-embeddings-and-output-weights --num-experts 16 --moe-router-topk 4
+    --moe-ffn-hidden-size 64 --ffn-hidden-size 64 --moe-token-dispatcher-type alltoall
+    --moe-router-load-balancing-type none --moe-router-dtype fp32 --moe-enable-routing-replay
+    --seq-length 16 --max-position-embeddings 16 --use-cpu-initialization --vocab-size 16
+    --make-vocab-size-divisible-by 16 --bf16 --no-gradient-accumulation-fusion
+    --no-persist-layer-norm --no-masked-softmax-fusion --no-bias-swiglu-fusion
+    --attention-dropout 0 --hidden-dropout 0 --micro-batch-size 4 --distributed-backend gloo
+"""
+
 
 @contextlib.contextmanager
 def single_process(*, seed: int) -> Iterator[None]:

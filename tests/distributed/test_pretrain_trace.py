@@ -3,7 +3,6 @@
 import os
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,25 +11,13 @@ import torch
 from megatron.core import dist_checkpointing
 
 from megatron_trace.rl.tasks import save_tasks
-from megatron_trace.testing.programs import load_program
+from megatron_trace.testing.programs import load_program, torchrun
 from megatron_trace.testing.ranks import run_ranks
-from megatron_trace.testing.single_process import single_process
+from megatron_trace.testing.single_process import TINY_MOE_FLAGS, single_process
 from megatron_trace.testing.sums import ITEMS
 
 ROOT = Path(__file__).parents[2]
-MODEL = """
-    --hybrid-layer-pattern *E*E --hidden-size 128 --num-attention-heads 4 --group-query-attention
-    --num-query-groups 2 --kv-channels 32 --qk-layernorm --swiglu --normalization RMSNorm
-    --position-embedding-type rope --no-rope-fusion --disable-bias-linear
-    --untie-embeddings-and-output-weights --num-experts 16 --moe-router-topk 4
-    --moe-ffn-hidden-size 64 --ffn-hidden-size 64 --moe-token-dispatcher-type alltoall
-    --moe-router-load-balancing-type none --moe-router-dtype fp32 --moe-enable-routing-replay
-    --seq-length 16 --max-position-embeddings 16 --transformer-impl local --use-cpu-initialization
-    --distributed-backend gloo --vocab-size 16 --make-vocab-size-divisible-by 16 --bf16
-    --no-gradient-accumulation-fusion --no-persist-layer-norm --no-masked-softmax-fusion
-    --no-bias-swiglu-fusion --attention-dropout 0 --hidden-dropout 0 --micro-batch-size 4
-    --trace-hint-layers all
-"""
+MODEL = f"{TINY_MOE_FLAGS} --transformer-impl local --trace-hint-layers all"
 TRAIN = """
     --global-batch-size 8 --train-iters 4 --lr 1e-4 --log-interval 1 --calculate-per-token-loss
     --use-distributed-optimizer --dist-ckpt-optim-fully-reshardable --eval-iters 0
@@ -40,26 +27,7 @@ METRICS = ("log-prob gap", "importance weight", "grad norm")
 
 def run(example, flags, folder, *, ranks=1, fails=False):
     """Runs an example under torchrun and gives what it printed."""
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-            *("--nproc-per-node", str(ranks), str(ROOT / "examples" / example)),
-            *flags.split(),
-        ],
-        cwd=folder,
-        # Megatron sets NVTE_* in this process when other tests build models.
-        env={name: value for name, value in os.environ.items() if not name.startswith("NVTE_")}
-        | {
-            "OMP_NUM_THREADS": "1",
-            "TORCHDYNAMO_DISABLE": "1",
-            "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-            "PYTHONWARNINGS": "ignore",
-        },
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
+    done = torchrun(ROOT / "examples" / example, flags.split(), folder, ranks=ranks)
     output = done.stdout + done.stderr
     assert (done.returncode != 0) == fails, output[-6000:]
     return output

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_trace.rl.tasks import save_tasks
+from megatron_trace.testing.programs import clean_environment, torchrun
 from megatron_trace.testing.slurm_cluster import SlurmCluster, missing_programs
 from megatron_trace.testing.sums import ITEMS
 
@@ -44,11 +45,6 @@ TRAIN_FLAGS=(--micro-batch-size=4 --lr=1e-3 --log-interval=1 --eval-iters=0
     --use-distributed-optimizer --dist-ckpt-optim-fully-reshardable)
 {more}
 """
-
-
-def environment():
-    """Gives this process's environment without what Megatron set in it."""
-    return {name: value for name, value in os.environ.items() if not name.startswith("NVTE_")}
 
 
 class Site:
@@ -88,7 +84,7 @@ class Site:
         command = [ROOT / "launch" / "submit.sh", *options, kind, self.cluster_file, run_file]
         return subprocess.run(
             list(map(str, command)),
-            env=environment() if self.cluster is None else self.cluster.environment,
+            env=clean_environment() if self.cluster is None else self.cluster.environment,
             text=True,
             capture_output=True,
             timeout=600,
@@ -113,23 +109,7 @@ class Site:
             *("--rollout-warm-start=10", "--rollout-prompts=1", "--rollout-samples=2"),
             *("--rollout-max-response-tokens=2", "--micro-batch-size=1"),
         ]
-        done = subprocess.run(
-            [
-                *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-                *(str(ROOT / "examples" / "record_rollouts.py"), *flags),
-            ],
-            cwd=ROOT,
-            env=environment()
-            | {
-                "OMP_NUM_THREADS": "1",
-                "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-                "TORCHDYNAMO_DISABLE": "1",
-            },
-            text=True,
-            capture_output=True,
-            timeout=600,
-            check=False,
-        )
+        done = torchrun(ROOT / "examples" / "record_rollouts.py", flags, ROOT)
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
 
 
@@ -141,7 +121,7 @@ def cluster(tmp_path_factory):
             f"Slurm is not installed: {', '.join(missing)} missing (see docs/my_cluster.md)"
         )
     gpus = 2 if os.geteuid() == 0 else 0
-    with SlurmCluster(tmp_path_factory.mktemp("slurm"), environment(), gpus=gpus) as made:
+    with SlurmCluster(tmp_path_factory.mktemp("slurm"), clean_environment(), gpus=gpus) as made:
         yield made
 
 

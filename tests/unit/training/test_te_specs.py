@@ -18,7 +18,7 @@ pytest.importorskip(
 from megatron.core.fp8_utils import _resolve_callable_from_python_import_path
 from megatron.core.transformer.moe.experts import TEGroupedMLP
 
-from megatron_trace.testing.single_process import tiny_moe_config
+from megatron_trace.testing.single_process import TINY_MOE_FLAGS, tiny_moe_config
 from megatron_trace.training.te_choice import FACTORIES, FAKE_FACTORY
 from megatron_trace.training.te_specs import (
     TraceTEColumnParallelGroupedLinear,
@@ -92,19 +92,9 @@ def test_linears_save_no_state_of_the_recipe() -> None:
     assert state.dtype == torch.uint8
 
 
-MODEL_FLAGS = """
-    --hybrid-layer-pattern *E*E --hidden-size 128 --num-attention-heads 4 --group-query-attention
-    --num-query-groups 2 --kv-channels 32 --qk-layernorm --swiglu --normalization RMSNorm
-    --position-embedding-type rope --no-rope-fusion --disable-bias-linear
-    --untie-embeddings-and-output-weights --num-experts 16 --moe-router-topk 4
-    --moe-ffn-hidden-size 64 --ffn-hidden-size 64 --moe-token-dispatcher-type alltoall
-    --moe-router-load-balancing-type none --moe-router-dtype fp32 --moe-enable-routing-replay
-    --seq-length 16 --max-position-embeddings 16 --use-cpu-initialization --vocab-size 16
-    --make-vocab-size-divisible-by 16 --bf16 --no-gradient-accumulation-fusion
-    --no-persist-layer-norm --no-masked-softmax-fusion --no-bias-swiglu-fusion
-    --attention-dropout 0 --hidden-dropout 0 --micro-batch-size 4 --distributed-backend gloo
-    --calculate-per-token-loss --train-iters 1 --lr 1e-4 --transformer-impl transformer_engine
-    --tokenizer-type NullTokenizer
+MODEL_FLAGS = f"""
+    {TINY_MOE_FLAGS} --calculate-per-token-loss --train-iters 1 --lr 1e-4
+    --transformer-impl transformer_engine --tokenizer-type NullTokenizer
 """
 RECIPE_FLAGS = f"--fp4-format e2m1 --fp4-recipe custom --fp4-quantizer-factory {FAKE_FACTORY}"
 WITH_MEGATRON = """
