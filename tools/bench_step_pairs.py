@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import random
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -43,6 +44,22 @@ class Ratio:
         parts = (self.median, self.low, self.high)
         median, low, high = (f"{part - 1:+.1%}" for part in parts)
         return f"{median} [{low}, {high}]"
+
+
+def shuffled_groups[T](
+    items: Sequence[T], group_of: Callable[[T], Hashable], order: random.Random
+) -> list[T]:
+    """Gives items in another order, in which those of a group stay together.
+
+    Args:
+        items: What takes turns.
+        group_of: Gives what an item has in common with those it is compared with.
+        order: Decides the order of the groups and of the items of each.
+    """
+    groups: dict[Hashable, list[T]] = {}
+    for item in order.sample(items, len(items)):
+        groups.setdefault(group_of(item), []).append(item)
+    return [item for group in groups.values() for item in group]
 
 
 def paired_ratio(ours: Sequence[float], plain: Sequence[float], *, seed: int = 0) -> Ratio:

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 from bench_step_block import Block, Case, Timer, Trainer
-from bench_step_pairs import paired_ratio
+from bench_step_pairs import paired_ratio, shuffled_groups
 from bench_step_profile import Collections, host_profiled, profiled, waits_profiled
 
 from megatron_trace.hints.files import HintFiles
@@ -154,11 +154,7 @@ class _Turns:
 
     def shuffle(self, order: random.Random) -> None:
         """Puts the next turns in another order, in which cases that are compared stay together."""
-        order.shuffle(self.trainers)
-        groups: dict[tuple[str, str], list[Trainer]] = {}
-        for trainer in self.trainers:
-            groups.setdefault(trainer.peers, []).append(trainer)
-        self.trainers = [trainer for group in groups.values() for trainer in group]
+        self.trainers = shuffled_groups(self.trainers, lambda trainer: trainer.peers, order)
 
     def take(self, micro_batches: range, what: str, *, tell: bool = False) -> None:
         """Has every case train once, and notes its milliseconds under a name."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -51,6 +52,17 @@ def test_a_ratio_of_rounds_is_not_moved_by_what_slows_both_cases(pairs):
 )
 def test_the_verdict_is_that_of_the_whole_interval(pairs, ratios, verdict):
     assert pairs.paired_ratio(ratios, [1.0] * len(ratios)).verdict(1.03) == verdict
+
+
+def test_cases_that_are_compared_take_their_turns_one_after_another(pairs):
+    cases = [(experts, method) for method in ("qat", "trace") for experts in ("te", "local")]
+    orders = {
+        tuple(pairs.shuffled_groups(cases, lambda case: case[0], random.Random(seed)))
+        for seed in range(64)
+    }
+    assert all(a[0] == b[0] and c[0] == d[0] for a, b, c, d in orders)
+    assert all(sorted(order) == sorted(cases) for order in orders)
+    assert len(orders) == 8
 
 
 def test_rounds_that_are_not_pairs_are_refused(pairs):
