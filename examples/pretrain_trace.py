@@ -121,6 +121,13 @@ def main() -> None:
     def finalize_grads(chunks: list[Any], *tokens: Any, **groups: Any) -> None:
         finalize_model_grads(chunks, *tokens, **groups)
         stages[:] = [(unwrap_model(chunk), trace_sites(chunk)) for chunk in chunks]
+        if trace.quantises_experts and args.num_experts:
+            version = args.curr_iteration
+            digest = training.require_weights(
+                version, lambda: expert_weight_digest(*stages[0], *stages[1:])
+            )
+            if digest is not None:
+                print_rank_0(f"version {version} has the digest of its rollouts, {digest}")
         if training.end_step(args.curr_iteration + 1, chunks):
             # Megatron looks at it after each step: it saves, and leaves.
             args.exit_interval = 1

@@ -300,8 +300,11 @@ def checkpoint_weights(args: Namespace, folder: str | Path) -> dict[str, torch.T
 
 def build_model(args: Namespace, *, fp32: bool = False) -> HybridModel:
     """Gives a model of the flags' sizes, in their dtype or in FP32."""
-    config = trace_model_config_from_args(args, trace_config_from_args(args), "megatron", None)
+    trace = trace_config_from_args(args)
+    config = trace_model_config_from_args(args, trace, "megatron", None)
     transformer = without_recipe(config.transformer)
+    # Only the warm start computes with it.
+    delta_rule = trace.delta_rule if fp32 or "G" not in args.hybrid_layer_pattern else "torch"
     if fp32:
         transformer.params_dtype, transformer.bf16 = torch.float32, False
     return build_hybrid_model(
@@ -309,7 +312,7 @@ def build_model(args: Namespace, *, fp32: bool = False) -> HybridModel:
         pattern=args.hybrid_layer_pattern,
         vocab_size=args.padded_vocab_size,
         max_sequence_length=args.max_position_embeddings,
-        modules=HybridModules(),
+        modules=HybridModules(delta_rule=delta_rule),
         rotary_percent=args.rotary_percent,
         rotary_base=args.rotary_base,
     )

@@ -73,6 +73,7 @@ class Worker:
         self.folder = exchange.worker_folder(args.rollout_worker)
         self.engine: RolloutEngine | None = None
         self.version: int | None = None
+        self.weights_digest = ""
 
     def roll_out(self, claim: Claim) -> None:
         """Rolls one batch out and makes it complete."""
@@ -94,7 +95,8 @@ class Worker:
                 )
                 if not self.args.rollout_keep:
                     self.drop_old(claim, files)
-        first_one = self.exchange.commit(claim, self.folder, rewards)
+        digest = self.weights_digest if self.trace.quantises_experts else None
+        first_one = self.exchange.commit(claim, self.folder, rewards, digest)
         mean = sum(reward.reward for reward in rewards) / len(rewards)
         print(
             f"worker {self.args.rollout_worker}: batch {claim.batch} of version "
@@ -123,7 +125,7 @@ class Worker:
             self.engine.load_weights(weights)
             if self.trace.method != "bf16":
                 self.use_settings_of_run(self.engine)
-        digest = self.engine.push_weights(weights, version)
+        self.weights_digest = digest = self.engine.push_weights(weights, version)
         print(
             f"worker {self.args.rollout_worker}: version {version} has digest {digest}", flush=True
         )

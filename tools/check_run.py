@@ -31,10 +31,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 METRICS = ("log-prob gap", "kl rollout", "grad norm")
-# Of the gap on the policy that rolled out. Measured .03 to .2, and more where both are next to 0.
-MOST_OF_QAT = 0.5
+# The gap of trace over that of qat, on the policy that rolled out: at most, on a GPU and of the narrow
+# model, in which BF16 and the order of sums weigh more than FP4's roundings.
+MOST_OF_QAT = {False: 0.5, True: 0.9}
 # After a checkpoint, sums of a GPU's atomic additions may be in another order.
 GOES_ON_WITHIN = 0.05
+# Hints are read ahead, as in a large run.
+AHEAD = ("--trace-prefetch", "--trace-hint-memory-mb=512")
 # A model that a CPU trains in seconds; later flags replace those of the preset.
 NARROW = """
     --hidden-size=64 --ffn-hidden-size=32 --num-attention-heads=4 --num-query-groups=2
@@ -175,7 +178,8 @@ class Run:
             f"--save={out}/start",
         ]
         ep = f"--expert-model-parallel-size={options.ranks}"
-        trace = self.trainer("trace", ep, f"--save={out}/trained", "--save-interval=2", steps=4)
+        save = (f"--save={out}/trained", "--save-interval=2")
+        trace = self.trainer("trace", ep, *AHEAD, *save, steps=4)
         qat = self.trainer("qat", ep, "--trace-method=qat")
         goes_on = self.trainer("goes-on", ep, f"--load={out}/half", steps=4)
         parts = [
@@ -194,13 +198,12 @@ class Run:
                 self.trainer("qat-te", ep, "--trace-experts=te", "--trace-method=qat"),
                 self.trainer("trace-te-recipe", ep, "--trace-experts=te_recipe"),
             ]
-        if options.ranks > 1:
-            tp = f"--tensor-model-parallel-size={options.ranks}"
-            parts += [self.trainer("trace-tp", tp, ep, "--sequence-parallel")]
+        if options.ranks % 2 == 0:
+            tp = ("--tensor-model-parallel-size=2", "--sequence-parallel", ep)
+            tp += ("--expert-tensor-parallel-size=1",)
+            parts.append(self.trainer("trace-tp", *tp))
             if options.te:
-                parts += [
-                    self.trainer("trace-tp-te", tp, ep, "--sequence-parallel", "--trace-experts=te")
-                ]
+                parts.append(self.trainer("trace-tp-te", *tp, "--trace-experts=te"))
         job = [str(ROOT / "launch" / "local.sh")]
         files = [str(self.out / "cluster.env"), str(self.out / "run.env")]
         evaluate = [
@@ -228,7 +231,7 @@ class Run:
         (self.out / "cluster.env").write_text(
             CLUSTER.format(python=self.python, ranks=options.ranks)
         )
-        train = [*self.train(), f"--expert-model-parallel-size={options.ranks}"]
+        train = [*self.train(), *AHEAD, f"--expert-model-parallel-size={options.ranks}"]
         (self.out / "run.env").write_text(
             RUN.format(
                 out=self.out,
@@ -282,7 +285,9 @@ class Run:
         if status == 0:
             self.mark(part.name).touch()
         else:
-            said("\n".join(f"    {line}" for line in self.text(part.name).splitlines()[-40:]))
+            # What the launcher adds says nothing of the reason.
+            own = re.split(r"\n.*/elastic/multiprocessing/api.py", self.text(part.name))[0]
+            said("\n".join(f"    {line}" for line in own.splitlines()[-40:]))
         return status == 0
 
     def log(self, name: str) -> Path:
@@ -323,7 +328,7 @@ class Run:
         ):
             if trace in first and qat in first:
                 gaps = [first[name]["log-prob gap"] for name in (trace, qat)]
-                if not gaps[0] < MOST_OF_QAT * gaps[1]:
+                if not gaps[0] < MOST_OF_QAT[self.options.cpu] * gaps[1]:
                     self.problems.append(
                         f"the gap of {trace} is {gaps[0]:.3g}, of {qat} {gaps[1]:.3g}"
                     )

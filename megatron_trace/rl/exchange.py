@@ -118,12 +118,14 @@ class Batch:
         folder: Folder of its samples and hints, relative to the run's.
         policy_version: Version that rolled it out.
         rewards: Reward of each sample, in their order.
+        weights_digest: Digest of the engine's quantised weights; None if it has none.
     """
 
     number: int
     folder: str
     policy_version: int
     rewards: tuple[Reward, ...]
+    weights_digest: str | None = None
 
 
 @dataclass(frozen=True)
@@ -315,13 +317,20 @@ class Exchange:
             over.set()
             thread.join()
 
-    def commit(self, claim: Claim, folder: Path, rewards: Sequence[Reward]) -> bool:
+    def commit(
+        self,
+        claim: Claim,
+        folder: Path,
+        rewards: Sequence[Reward],
+        weights_digest: str | None = None,
+    ) -> bool:
         """Makes a batch complete whose samples were committed; gives whether it was the first.
 
         Args:
             claim: The claim.
             folder: The worker's folder, in which the samples are.
             rewards: Rewards of all samples, in their order.
+            weights_digest: What the push of the version gave; None if the weights are BF16.
 
         Raises:
             ValueError: The batch has another number of samples.
@@ -334,6 +343,7 @@ class Exchange:
             "folder": str(folder.relative_to(self.folder)),
             "policy_version": claim.policy_version,
             "rewards": [asdict(reward) for reward in rewards],
+            "weights_digest": weights_digest,
         }
         first = create_file(self._batch_path(claim.batch), json.dumps(record).encode())
         claim.path.unlink(missing_ok=True)
@@ -355,7 +365,8 @@ class Exchange:
             rewards = tuple(Reward(**reward) for reward in record["rewards"])
             if len(rewards) != self.settings.samples_per_batch:
                 raise ValueError(f"{len(rewards)} samples")
-            return Batch(number, record["folder"], record["policy_version"], rewards)
+            digest = record.get("weights_digest")
+            return Batch(number, record["folder"], record["policy_version"], rewards, digest)
 
         return _read(self._batch_path(number), made)
 

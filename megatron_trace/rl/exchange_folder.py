@@ -142,6 +142,14 @@ class ExchangeFolder:
                     "checkpoint to start from as --pretrained-checkpoint)"
                 )
 
+    def weights_digests(self, version: int) -> set[str]:
+        """Gives the digests of the weights of a version that rolled out for its own step."""
+        run = self.exchange.settings
+        numbers = range(version * run.batches_per_step, (version + 1) * run.batches_per_step)
+        batches = [self.exchange.wait_for_batch(number) for number in numbers]
+        digests = {b.weights_digest for b in batches if b.policy_version == version}
+        return {digest for digest in digests if digest is not None}
+
     def with_own_reader(self) -> ExchangeFolder:
         """Gives the same samples, to be read by another thread."""
         other = copy.copy(self)

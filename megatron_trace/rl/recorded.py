@@ -22,7 +22,7 @@ from torch.utils.data import Dataset
 
 from megatron_trace.config import RecordedConfig, TraceConfig
 from megatron_trace.hints.types import Site
-from megatron_trace.rl.exchange_folder import Samples, open_samples
+from megatron_trace.rl.exchange_folder import ExchangeFolder, Samples, open_samples
 from megatron_trace.rl.loop_health import LoopHealth
 from megatron_trace.rl.losses import LossSums, count_units, summed_loss
 from megatron_trace.rl.objectives.settings import loss_settings
@@ -337,6 +337,36 @@ class RecordedTraining:
         own = sum((sites.report() for sites in self._running.values()), TraceReport())
         self.health.check(iteration, own)
         return self.health.stop_reason
+
+    def require_weights(self, version: int, digest: Callable[[], str]) -> str | None:
+        """Checks that the weights before a step are those that rolled its samples out.
+
+        Of a running exchange, whose versions are the trainer's, and of samples of this version: the
+        weights of earlier ones are gone. A collective where there is something to check, which all
+        ranks find alike.
+
+        Args:
+            version: Policy version of the weights.
+            digest: Gives the digest of the trainer's quantised weights; a collective.
+
+        Returns:
+            The digest; None if there was nothing to check.
+
+        Raises:
+            RuntimeError: The two sides have other weights, or quantise them otherwise.
+        """
+        folder = self.folders[0]
+        expected = folder.weights_digests(version) if isinstance(folder, ExchangeFolder) else set()
+        if not expected:
+            return None
+        own = digest()
+        if expected != {own}:
+            raise RuntimeError(
+                f"policy version {version} has digest {own} in the trainer, but was rolled out "
+                f"with {', '.join(sorted(expected))}: a checkpoint was changed by hand, or the two "
+                "sides quantise otherwise"
+            )
+        return own
 
     def assert_ran(self) -> None:
         """Checks that the quantisers of every stage ran since the last check, then forgets it.

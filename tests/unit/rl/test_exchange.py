@@ -6,10 +6,12 @@ import threading
 
 import pytest
 
+from megatron_trace.config import RecordedConfig, TraceConfig
 from megatron_trace.hints.settings_file import load_settings
 from megatron_trace.hints.types import QuantizerSettings
 from megatron_trace.rl.exchange import Exchange, ExchangeSettings, PausedError
 from megatron_trace.rl.exchange_folder import ExchangeFolder
+from megatron_trace.rl.recorded import RecordedTraining
 from megatron_trace.rl.rollout_folder import Reward
 from megatron_trace.rl_config import LossConfig
 
@@ -29,11 +31,11 @@ def rewards(batch):
     return [Reward(f"batch-{batch}/{n}", f"batch-{batch}", 2, float(n)) for n in range(2)]
 
 
-def complete(exchange, worker="w"):
+def complete(exchange, worker="w", digest=None):
     """Claims and commits everything that may be begun; gives the batches."""
     folder, done = exchange.worker_folder(worker), []
     while (claim := exchange.claim(worker)) is not None:
-        assert exchange.commit(claim, folder, rewards(claim.batch))
+        assert exchange.commit(claim, folder, rewards(claim.batch), digest)
         done.append((claim.batch, claim.policy_version))
     return done
 
@@ -184,6 +186,23 @@ def test_the_trainer_refuses_samples_beyond_the_bound(exchange):
     )
     with pytest.raises(RuntimeError, match=r"of policy version 0, but step 1 trains on 1 to 1"):
         folder_of(exchange).advantage(4)
+
+
+def test_a_step_on_weights_that_its_workers_did_not_have_is_refused(exchange):
+    complete(exchange, digest="aa")
+    trace, recorded = TraceConfig(method="bf16"), RecordedConfig(hint_dir=str(exchange.folder))
+    training = RecordedTraining(trace, recorded)
+    assert training.require_weights(0, lambda: "aa") == "aa"
+    with pytest.raises(RuntimeError, match=r"0 has digest bb in the trainer, but .* with aa"):
+        training.require_weights(0, lambda: "bb")
+
+
+def test_weights_of_an_earlier_version_are_not_compared(tmp_path):
+    lags = Exchange.create(
+        tmp_path, ExchangeSettings(steps=2, prompts_per_batch=1, samples_per_prompt=2, max_lag=1)
+    )
+    complete(lags, digest="aa")
+    assert [folder_of(lags).weights_digests(version) for version in (0, 1)] == [{"aa"}, set()]
 
 
 def test_advantages_are_relative_to_the_group(exchange):
