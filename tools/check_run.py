@@ -31,8 +31,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 METRICS = ("log-prob gap", "kl rollout", "grad norm")
-# The gap of trace over that of qat, on the policy that rolled out: at most, on a GPU and of the narrow
-# model, in which BF16 and the order of sums weigh more than FP4's roundings.
+# At most, the gap of trace over that of qat on the policy that rolled out: on a GPU, and of the
+# narrow model, in which BF16 and the order of sums weigh more than FP4's roundings.
 MOST_OF_QAT = {False: 0.5, True: 0.9}
 # After a checkpoint, sums of a GPU's atomic additions may be in another order.
 GOES_ON_WITHIN = 0.05
