@@ -159,7 +159,7 @@ on_term() { # Slurm preempts or cancels: it requeues by itself, or must not.
     stop
 }
 trap on_usr1 USR1
-trap on_term TERM
+trap on_term TERM INT
 
 # over STATUS: ends the job, or requeues it where it was stopped.
 over() {

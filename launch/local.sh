@@ -1,7 +1,7 @@
 #!/bin/bash
 # Runs a job on this machine, without Slurm: its scripts as they are, with srun, scontrol and squeue from here.
 #   launch/local.sh colocated|evaluate|export|ptq CLUSTER.env RUN.env
-# USR1 or TERM ends it in order; the same command goes on where it ended.
+# USR1, TERM or Ctrl-C ends it in order; the same command goes on where it ended.
 set -euo pipefail
 usage() { sed -n '2,4s/^# *//p' "$0" >&2; exit 2; }
 (($# == 3)) || usage

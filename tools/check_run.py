@@ -22,6 +22,7 @@ import json
 import os
 import random
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -250,28 +251,37 @@ class Run:
 
     def run(self, parts: Sequence[Part]) -> None:
         """Runs parts, some at a time, each when those that it needs have ended well."""
+        with concurrent.futures.ThreadPoolExecutor(self.options.at_once) as pool:
+            try:
+                self.run_in(pool, parts)
+            except KeyboardInterrupt:  # It reached the programs too, which end by it.
+                signal.signal(signal.SIGINT, signal.SIG_IGN)
+                pool.shutdown(cancel_futures=True)
+                self.problems.append("it was told to stop")
+
+    def run_in(self, pool: concurrent.futures.ThreadPoolExecutor, parts: Sequence[Part]) -> None:
+        """Runs parts by threads, each of which waits for one."""
         done = {part.name for part in parts if self.ended_well(part.name)}
         waiting = {part.name: part for part in parts if part.name not in done}
-        with concurrent.futures.ThreadPoolExecutor(self.options.at_once) as pool:
-            running: dict[concurrent.futures.Future[bool], Part] = {}
-            while waiting or running:
-                known = {part.name for part in parts}
-                for part in list(waiting.values()):
-                    if all(name in done or name not in known for name in part.needs):
-                        running[pool.submit(self.run_part, part)] = waiting.pop(part.name)
-                if not running:
-                    for name, part in waiting.items():
-                        self.problems.append(f"{name} did not run: it needs {part.needs}")
-                    return
-                ended, _ = concurrent.futures.wait(
-                    running, return_when=concurrent.futures.FIRST_COMPLETED
-                )
-                for future in ended:
-                    part = running.pop(future)
-                    if future.result():
-                        done.add(part.name)
-                    else:
-                        self.problems.append(f"{part.name} failed: {self.log(part.name)}")
+        known = {part.name for part in parts}
+        running: dict[concurrent.futures.Future[bool], Part] = {}
+        while waiting or running:
+            for part in list(waiting.values()):
+                if all(name in done or name not in known for name in part.needs):
+                    running[pool.submit(self.run_part, part)] = waiting.pop(part.name)
+            if not running:
+                for name, part in waiting.items():
+                    self.problems.append(f"{name} did not run: it needs {', '.join(part.needs)}")
+                return
+            ended, _ = concurrent.futures.wait(
+                running, return_when=concurrent.futures.FIRST_COMPLETED
+            )
+            for future in ended:
+                part = running.pop(future)
+                if future.result():
+                    done.add(part.name)
+                else:
+                    self.problems.append(f"{part.name} failed: {self.log(part.name)}")
 
     def run_part(self, part: Part) -> bool:
         """Runs one part and says how it ended; its log's end is shown if it failed."""

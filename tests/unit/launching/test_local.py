@@ -1,6 +1,7 @@
 """launch/local.sh: a job on one machine without Slurm, with programs that only write and wait."""
 
 import os
+import signal
 import subprocess
 import time
 from pathlib import Path
@@ -72,19 +73,20 @@ def test_a_rank_that_fails_ends_the_others_and_the_job(job):
     assert "ends with status 1" in told
 
 
-def test_a_job_that_is_told_to_end_saves_and_goes_on_with_the_same_command(job):
+@pytest.mark.parametrize("told", [signal.SIGUSR1, signal.SIGINT])
+def test_a_job_that_is_told_to_end_saves_and_goes_on_with_the_same_command(job, told):
     start, run = job
     waiting = start(WAITS="1")
     while not all((run / f"waits.{rank}").exists() for rank in range(2)):
         assert waiting.poll() is None
         time.sleep(0.05)
-    waiting.send_signal(10)  # USR1
-    told, _ = waiting.communicate(timeout=60)
-    assert waiting.returncode == 143, told
+    waiting.send_signal(told)
+    output, _ = waiting.communicate(timeout=60)
+    assert waiting.returncode == 143, output
     assert [logged(run, f"trainer.{rank}").splitlines()[1:] for rank in range(2)] == [["saved"]] * 2
     again = start()
-    told, _ = again.communicate(timeout=60)
-    assert (again.returncode, (run / "paused").exists()) == (0, False), told
+    output, _ = again.communicate(timeout=60)
+    assert (again.returncode, (run / "paused").exists()) == (0, False), output
 
 
 def test_a_job_of_two_components_is_refused(job):
