@@ -300,11 +300,10 @@ def checkpoint_weights(args: Namespace, folder: str | Path) -> dict[str, torch.T
 
 def build_model(args: Namespace, *, fp32: bool = False) -> HybridModel:
     """Gives a model of the flags' sizes, in their dtype or in FP32."""
-    trace = trace_config_from_args(args)
-    config = trace_model_config_from_args(args, trace, "megatron", None)
+    config = trace_model_config_from_args(args, trace_config_from_args(args), "megatron", None)
     transformer = without_recipe(config.transformer)
-    # Only the warm start computes with it.
-    delta_rule = trace.delta_rule if fp32 or "G" not in args.hybrid_layer_pattern else "torch"
+    # Only the warm start computes with it: short sequences in FP32, for which fla would be tuned.
+    delta_rule = "torch" if "G" in args.hybrid_layer_pattern else "auto"
     if fp32:
         transformer.params_dtype, transformer.bf16 = torch.float32, False
     return build_hybrid_model(
