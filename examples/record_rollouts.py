@@ -167,7 +167,16 @@ def record(
     """Rolls out and commits samples, hints and rewards."""
     first = args.rollout_first_prompt
     rows = [row % len(items) for row in range(first, first + args.rollout_prompts)]
+    group = f"version-{policy_version}"
     with HintFilesWriter(args.rollout_output) as files:
+        known = {name.rpartition("/")[0] for name in files.sample_ids()}
+        again = [row for row in rows if f"{group}/item-{row}" in known]
+        if again:
+            raise SystemExit(
+                f"{args.rollout_output} has samples of {len(again)} of these {len(rows)} prompts "
+                f"and of policy version {policy_version} already; give another --rollout-output, "
+                "or other prompts by --rollout-first-prompt"
+            )
         rewards = roll_out(
             args,
             engine,
@@ -176,7 +185,7 @@ def record(
             task,
             rows=rows,
             samples_per_prompt=args.rollout_samples,
-            group=f"version-{policy_version}",
+            group=group,
         )
     if not rewards:
         raise SystemExit("no sample has a reward; see the reasons above")

@@ -24,8 +24,14 @@ def open_samples(
         drop_without_spread: Whether groups whose rewards are all equal are left out.
 
     Raises:
-        ValueError: The folder has no sample, or settings contradict it.
+        ValueError: There is no such folder, it has no sample, or settings contradict it.
     """
+    if not Path(folder).is_dir():
+        raise ValueError(
+            f"{folder} {'is no folder' if Path(folder).exists() else 'does not exist'}; "
+            "--trace-hint-dir and --trace-valid-hint-dir name what record_rollouts.py wrote "
+            "(--rollout-output), or the folder of a run"
+        )
     if not (Path(folder) / RUN_FILE).is_file():
         return RolloutFolder(folder).for_objective(loss, drop_without_spread=drop_without_spread)
     return ExchangeFolder(

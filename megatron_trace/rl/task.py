@@ -75,12 +75,18 @@ def open_task(
         answer_format: Of reasoning-gym's tasks.
 
     Raises:
-        ValueError: A record, a function or the tokenizer cannot be used.
+        ValueError: There are no prompts, or a record, a function or the tokenizer cannot be used.
         OSError: The file cannot be read.
         ImportError: A package for the file or the tokenizer is missing.
     """
     if config.reward is None:
         require_reasoning_gym()
+    if not Path(path).exists():
+        raise ValueError(
+            f"the prompts {path} do not exist; docs/my_data.md says what they may be, and "
+            "tools/export_tasks.py writes some"
+        )
+    if config.reward is None:
         items = load_tasks(path)
         tokenizer = _tokenizer(config) or CharTokenizer.of_tasks(items)
         items = [replace(item, prompt=tokenizer.prompt_text(item.prompt)) for item in items]

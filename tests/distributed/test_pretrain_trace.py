@@ -206,6 +206,13 @@ def test_a_missing_checkpoint_to_roll_out_from_is_named(folder):
 
 
 @pytest.mark.slow
+def test_prompts_that_are_rolled_out_again_into_the_same_folder_are_refused(folder):
+    flags = f"{MODEL} --rollout-tasks tasks.jsonl --rollout-output rollouts --load start"
+    output = run("record_rollouts.py", f"{flags} --rollout-prompts 3", folder, fails=True)
+    assert "rollouts has samples of 3 of these 3 prompts and of policy version 0 already" in output
+
+
+@pytest.mark.slow
 def test_random_weights_instead_of_the_rollouts_stop_after_the_first_step(folder):
     """Megatron trains on from random weights where --load has no checkpoint."""
     flags = training("nowhere", "", "1", fresh=True)

@@ -98,6 +98,12 @@ def test_a_record_that_cannot_be_used_is_named(tmp_path, text, message):
         open_task(path, TaskConfig(reward="not_loaded_before_the_prompts:score"))
 
 
+@pytest.mark.parametrize("reward", [None, "not_loaded_before_the_prompts:score"])
+def test_prompts_that_are_not_there_are_named_with_what_writes_some(reward):
+    with pytest.raises(ValueError, match=r"prompts nowhere\.jsonl do not exist; docs/my_data\.md"):
+        open_task("nowhere.jsonl", TaskConfig(reward=reward))
+
+
 def test_a_dataset_of_several_splits_asks_for_one(tmp_path):
     (tmp_path / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
     with pytest.raises(ValueError, match="has the splits train, test; give the folder of one"):

@@ -10,6 +10,7 @@ import torch
 from megatron_trace.hints.files_writer import HintFilesWriter
 from megatron_trace.hints.settings_file import load_settings, save_settings, settings_record
 from megatron_trace.hints.types import QuantizerSettings, Site
+from megatron_trace.rl.exchange_folder import open_samples
 from megatron_trace.rl.rollout_folder import Reward, RolloutFolder, commit_rollouts
 from megatron_trace.rl.staleness import StaleSampleError
 from megatron_trace.rl_config import LossConfig
@@ -50,6 +51,13 @@ def test_samples_come_back_with_rewards_advantages_and_settings(tmp_path):
     assert [folder[i].reward for i in range(4)] == [1.0, 0.0, 1.0, 1.0]
     assert folder.settings == SETTINGS
     assert folder.hints.findings == ()
+
+
+def test_a_folder_of_rollouts_that_is_not_there_is_named_with_what_writes_one(tmp_path):
+    (tmp_path / "file").touch()
+    for name, problem in (("nowhere", "nowhere does not exist"), ("file", "file is no folder")):
+        with pytest.raises(ValueError, match=rf"{problem}; --trace-hint-dir .*--rollout-output"):
+            open_samples(tmp_path / name, LossConfig(), quantised=True, drop_without_spread=False)
 
 
 def test_the_most_probable_tokens_of_a_sample_come_back(tmp_path):
