@@ -61,6 +61,12 @@ class _Passed(torch.nn.Module):
         return x, None
 
 
+def beside_products(config: Any) -> list[str]:
+    """Gives the settings with which experts do more than two products and an activation."""
+    names = ("add_bias_linear", "moe_expert_capacity_factor", "moe_apply_probs_on_input")
+    return [name for name in names if getattr(config, name)]
+
+
 def activation_of(expert: Any) -> MLP:
     """Gives Megatron's MLP without its linears: what an expert does between fc1 and fc2."""
 

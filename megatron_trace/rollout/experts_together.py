@@ -17,7 +17,12 @@ import torch
 
 from megatron_trace.hints import Site
 from megatron_trace.models.hybrid import expert_linears
-from megatron_trace.models.moe import DispatchInputMoELayer, activation_of, weighted_rows
+from megatron_trace.models.moe import (
+    DispatchInputMoELayer,
+    activation_of,
+    beside_products,
+    weighted_rows,
+)
 from megatron_trace.rollout.sites import RolloutSites
 
 
@@ -82,13 +87,7 @@ class ExpertsTogether:
 
 def can_compute(moe: DispatchInputMoELayer, sites: RolloutSites) -> bool:
     """Whether a layer's experts compute nothing else than `ExpertsTogether` does."""
-    config: Any = moe.config
-    return not (
-        sites.trace.compensates_residual
-        or config.add_bias_linear
-        or config.moe_expert_capacity_factor is not None
-        or config.moe_apply_probs_on_input
-    )
+    return not (sites.trace.compensates_residual or beside_products(moe.config))
 
 
 def _products(x: torch.Tensor, splits: list[int], weights: list[Any]) -> torch.Tensor:

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 
 from megatron_trace.hints import Site
 from megatron_trace.models.hybrid import expert_linears
-from megatron_trace.models.moe import DispatchInputMoELayer
+from megatron_trace.models.moe import DispatchInputMoELayer, activation_of, beside_products
 from megatron_trace.rollout.sites import OPERAND_DTYPE, RolloutSites
 
 
@@ -41,15 +41,11 @@ class GroupedExperts:
     quantises_input = False
 
     def __init__(self, moe: DispatchInputMoELayer, sites: RolloutSites, layer: int) -> None:
-        config = moe.config
-        for name, present in {
-            "add_bias_linear": config.add_bias_linear,
-            "moe_expert_capacity_factor": config.moe_expert_capacity_factor is not None,
-            "use_te_activation_func": config.use_te_activation_func,
-        }.items():
-            if present:
-                raise ValueError(f"{name} is not supported by grouped experts; switch it off")
-        self._config, self._sites, self._layer = config, sites, layer
+        if names := beside_products(moe.config):
+            raise ValueError(f"{', '.join(names)}: not supported by grouped experts; switch it off")
+        experts: Any = moe.experts
+        self._activation = activation_of(experts.local_experts[0])
+        self._sites, self._layer = sites, layer
         self._quantises = "fc2" in sites.trace.quantised_sites
         self._fc1, self._fc2 = (_side_by_side(moe, matrix) for matrix in ("fc1", "fc2"))
         device = self._fc1.device
@@ -73,7 +69,7 @@ class GroupedExperts:
         experts, order = chosen.flatten().sort(stable=True)
         bounds = torch.searchsorted(experts, self._experts, right=True).to(torch.int32)
         tokens = order // num_slots
-        activation = self._activation(F.grouped_mm(x[tokens], self._fc1.mT, offs=bounds))
+        activation, _ = self._activation(F.grouped_mm(x[tokens], self._fc1.mT, offs=bounds))
         back = torch.empty_like(order)
         back[order] = torch.arange(len(order), device=order.device)
         if self._quantises:
@@ -88,16 +84,6 @@ class GroupedExperts:
         tokens = torch.arange(len(chosen), device=chosen.device)[:, None]
         is_real = self._sites.watch.is_real(tokens)
         return chosen if is_real is None else torch.where(is_real, chosen, chosen[:1])
-
-    def _activation(self, x: torch.Tensor) -> torch.Tensor:
-        """Gives what Megatron's `MLP` does between its linears."""
-        config: Any = self._config
-        if not config.gated_linear_unit:
-            return config.activation_func(x)
-        gate, up = x.chunk(2, dim=-1)
-        if (limit := config.activation_func_clamp_value) is not None:
-            gate, up = gate.clamp(max=limit), up.clamp(min=-limit, max=limit)
-        return config.activation_func(gate) * (up + config.glu_linear_offset)
 
     def _quantised(
         self, x: torch.Tensor, tokens: torch.Tensor, back: torch.Tensor, num_slots: int

@@ -21,6 +21,7 @@ from megatron_trace.config import PackedExpertKernels, TraceConfig
 from megatron_trace.formats.packed_matrix import PackedMatrix
 from megatron_trace.hints import Site
 from megatron_trace.models.hybrid import DecoderLayer
+from megatron_trace.models.moe import beside_products
 from megatron_trace.rollout.expert_shapes import holds_weights
 from megatron_trace.rollout.kernels import experts as kernel
 from megatron_trace.rollout.kernels import experts_reference as reference
@@ -239,15 +240,10 @@ def _why_not_packed(config: Any, trace: TraceConfig) -> str | None:
         return f"method={trace.method} adds a second product of each expert"
     if not config.gated_linear_unit or config.activation_func is not F.silu:
         return "it computes SwiGLU between the products"
-    for name in (
-        "add_bias_linear",
-        "activation_func_clamp_value",
-        "glu_linear_offset",
-        "moe_expert_capacity_factor",
-        "moe_apply_probs_on_input",
-    ):
-        if getattr(config, name):
-            return f"it does not know {name}={getattr(config, name)}"
+    of_swiglu = ("activation_func_clamp_value", "glu_linear_offset")
+    unknown = [name for name in of_swiglu if getattr(config, name)] + beside_products(config)
+    if unknown:
+        return f"it does not know {unknown[0]}={getattr(config, unknown[0])}"
     return None
 
 
