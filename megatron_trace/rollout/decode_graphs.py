@@ -157,6 +157,7 @@ class EngineForward(GPTInferenceWrapper):
         if self._settings_version != sites.settings_version:
             # Scales are read where they lay, and largest values are numbers in the kernels.
             self._graphs.clear()
+            self._pool = None  # It went with its last graph.
             self._settings_version = sites.settings_version
         key = inference_input["tokens"].shape[1], sites.recorder.is_recording
         if key not in self._graphs:

@@ -142,7 +142,8 @@ def record(
         else:
             values = torch.cat(seen[place].inputs)
         number_format = sites.format_of(place[1])
-        packed_codes, scale_bytes = ops.encode(values, scale, number_format=number_format)
+        encoded = ops.encode(values, scale, number_format=number_format)
+        packed_codes, scale_bytes = (part.cpu() for part in encoded)  # As an engine's hints.
         for column, sample in enumerate(samples):
             rows = torch.arange(sample.num_rows) * len(samples) + column
             key = HintKey(sample.sample_id, *place, sample.policy_version, sample.settings_digest)

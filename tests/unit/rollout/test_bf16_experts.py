@@ -160,7 +160,10 @@ def test_what_needs_bf16_experts_is_refused_with_the_way_out(dropping, weights, 
     ("settings", "message"),
     [
         ({"packed_experts": "off"}, r"leaves no routed experts .*packed_experts=off\)"),
-        ({"packed_experts": "auto"}, "leaves no routed experts .*packed_experts=auto: it needs a"),
+        (
+            {"packed_experts": "auto"},  # On a GPU it is the tiny model that is too narrow.
+            "leaves no routed experts .*packed_experts=auto: (it needs a|hidden size)",
+        ),
         ({"quantised_parts": "kv"}, "quantises no routed experts .*quantised_parts=kv"),
         ({"method": "bf16"}, "quantises no routed experts .*method=bf16"),
         ({"pattern": "*-*-"}, "quantises no routed experts .*pattern"),

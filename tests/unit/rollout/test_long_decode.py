@@ -83,6 +83,7 @@ def test_rows_are_kept_of_the_steps_for_which_recording_is_on(trace_engine):
         for length, keep in ((17, True), (33, False), (49, True)):
             decode.record(keep)
             assert decode.mean_ms(length, warm_up=1, steps=2) > 0
+        recorder._ring.take_all()
         table = server.context.request_to_kv_block_ids[:3].long()
         rows = (recorder._kept._words != 0).any(-1).view(-1, 16)[table].sum(0)
     assert rows.sum(-1).tolist() == [0, 9, 0, 9], "of three steps of three requests, by page"

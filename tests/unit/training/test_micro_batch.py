@@ -220,12 +220,13 @@ def _with_top(samples, num_top):
 def test_most_likely_tokens_stand_where_the_sampled_ones_do(sites):
     samples = _with_top(_samples(sites), 3)
     micro_batch = make_micro_batch(samples, _numbered_store(sites, samples), sites)
+    top_tokens, top_logprobs = micro_batch.top_tokens.cpu(), micro_batch.top_logprobs.cpu()
     for row, sample in enumerate(samples):
-        positions = micro_batch.loss_mask[row]
-        assert torch.equal(micro_batch.top_tokens[row, positions], sample.top_tokens.long())
-        assert torch.equal(micro_batch.top_logprobs[row, positions], sample.top_logprobs)
-        assert not micro_batch.top_tokens[row, ~positions].any()
-        assert torch.isneginf(micro_batch.top_logprobs[row, ~positions]).all()
+        positions = micro_batch.loss_mask[row].cpu()
+        assert torch.equal(top_tokens[row, positions], sample.top_tokens.long())
+        assert torch.equal(top_logprobs[row, positions], sample.top_logprobs)
+        assert not top_tokens[row, ~positions].any()
+        assert torch.isneginf(top_logprobs[row, ~positions]).all()
 
 
 def test_samples_with_unequally_many_likely_tokens_are_refused(sites):
