@@ -117,6 +117,9 @@ def made(num_sequences: int, num_tokens: int, options: argparse.Namespace) -> li
     )
 
 
+PARTS = {"checks": check, "times": timed}
+
+
 def main() -> None:
     """Runs what the options ask for; a choice that fails is reported, and the others go on."""
     parser = argparse.ArgumentParser(
@@ -129,6 +132,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--choices", nargs="+", choices=("torch", "fla"), default=["torch", "fla"])
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     options = parser.parse_args()
     if options.cpu:
         options.choices = ["torch"]
@@ -137,11 +141,11 @@ def main() -> None:
     told["device"] = platform.processor() if options.cpu else torch.cuda.get_device_name()
     results: dict[str, Any] = {"machine": told, "checks": [], "times": [], "failed": []}
     for choice in options.choices:
-        for part, into in ((check, "checks"), (timed, "times")):
+        for part in options.parts:
             try:
-                results[into] += part(choice, options)
+                results[part] += PARTS[part](choice, options)
             except Exception:  # noqa: BLE001  The other choice is still worth its time.
-                results["failed"].append(f"{choice}: {part.__name__}")
+                results["failed"].append(f"{choice}: {part}")
                 traceback.print_exc()
     wrong = [
         f"{row['choice']} {row['sequences']} x {row['tokens']}: {name} {error:.1e}"
