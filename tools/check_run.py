@@ -62,6 +62,7 @@ PROMPTS_PER_BATCH={prompts} SAMPLES_PER_PROMPT=8 BATCHES_PER_STEP={ranks} MAX_LA
 MODEL_FLAGS=({model})
 ROLLOUT_FLAGS=({rollout})
 WORKER_FLAGS=(--rollout-poll-s=0.2)
+export MAX_LOSSES=1
 TRAIN_FLAGS=({train})
 """
 
@@ -227,12 +228,25 @@ class Run:
         ]
 
     def write_settings(self) -> None:
-        """Writes the job's files of settings, as a user would."""
+        """Writes the job's files of settings, as a user would.
+
+        Raises:
+            SystemExit: The folder has parts of another model.
+        """
         options = self.options
+        model, path = "\n".join(self.model()) + "\n", self.out / "model.args"
+        if path.exists() and path.read_text() != model:
+            raise SystemExit(f"{path} is of another model: give another --out, or its options")
+        path.write_text(model)
         (self.out / "cluster.env").write_text(
             CLUSTER.format(python=self.python, ranks=options.ranks)
         )
-        train = [*self.train(), *AHEAD, f"--expert-model-parallel-size={options.ranks}"]
+        train = [
+            *self.train(),
+            *AHEAD,
+            "--save-retain-interval=1000",
+            f"--expert-model-parallel-size={options.ranks}",
+        ]
         (self.out / "run.env").write_text(
             RUN.format(
                 out=self.out,
@@ -415,12 +429,13 @@ class Run:
                 )
 
 
-# Keeps the checkpoint of step 2 alone, as if the trainer had been stopped there.
+# The checkpoint of step 2 alone, as if the trainer had been stopped there.
 HALF = """
-import pathlib, shutil, sys
+import pathlib, sys
 out = pathlib.Path(sys.argv[1])
-shutil.rmtree(out / "half", ignore_errors=True)
-shutil.copytree(out / "trained", out / "half", ignore=shutil.ignore_patterns("iter_0000004"))
+(out / "half").mkdir(exist_ok=True)
+if not (out / "half" / "iter_0000002").exists():
+    (out / "half" / "iter_0000002").symlink_to(out / "trained" / "iter_0000002")
 (out / "half" / "latest_checkpointed_iteration.txt").write_text("2")
 """
 

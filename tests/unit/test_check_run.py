@@ -90,3 +90,14 @@ def test_the_pattern_is_that_of_the_presets_first_layers(check):
     preset = ROOT / "launch" / "models" / "qwen3.5-35b-a3b.args"
     assert program.pattern_of(preset, 5, attention_only=False) == "GEGEGE*EGE"
     assert program.pattern_of(preset, 2, attention_only=True) == "*E*E"
+
+
+def test_a_folder_with_parts_of_another_model_is_refused(check):
+    program, run, _ = check
+    options = program.parse_arguments(["--out", str(run.out), "--cpu"])
+    options.tasks = run.out / "prompts.jsonl"
+    for _ in range(2):
+        program.Run(options).write_settings()
+    options.layers = 2
+    with pytest.raises(SystemExit, match="is of another model: give another --out"):
+        program.Run(options).write_settings()
