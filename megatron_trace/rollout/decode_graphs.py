@@ -143,6 +143,7 @@ class EngineForward(GPTInferenceWrapper):
         else:
             logits = self._computed(inference_input)
         # Behind the forward's launch, so that the host does this while the device computes.
+        context.sites.begin_check()
         context.note_written()
         context.sites.recorder.send()
         return logits

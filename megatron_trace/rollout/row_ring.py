@@ -1,9 +1,10 @@
 """Rows on their way from the device that computes them to host memory, in the order of the steps.
 
-A step writes its rows to a ring on the device. A side stream copies them to a ring of the same
-shape in pinned memory, and the host takes what has arrived from there, later, while the device
-computes.
-Nobody waits, unless the ring is full. On a CPU there is one ring, and rows arrive at once.
+A step writes its rows to a ring on the device. While the device computes the next step, a side
+stream copies them to a ring of the same shape in pinned memory, and the host takes what has arrived
+from there one more step later. Nobody waits, unless the ring is full: neither the host nor the side
+stream, which as it waits for the device to compute the rows would cost time between the kernels of
+a captured graph. On a CPU there is one ring, and rows arrive at once.
 
 Legend: N rows of a step that belong to a request, M rows with padding, R rows of the ring, W bytes
 of a row.
@@ -18,19 +19,21 @@ from dataclasses import dataclass
 import torch
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Step:
     """Rows of a step that are under way.
 
     Attributes:
         start: Rows that were written to the ring before.
         places: int64 [N], where the host puts them.
-        arrived: When the copies are done; None if they are.
+        computed: When the rows are written; None once their copies were started, and on a CPU.
+        arrived: When the copies are done; None before they are started, and on a CPU.
     """
 
     start: int
     places: torch.Tensor
-    arrived: torch.cuda.Event | None
+    computed: torch.cuda.Event | None
+    arrived: torch.cuda.Event | None = None
 
 
 class RowRing:
@@ -107,12 +110,16 @@ class RowRing:
         self._rows.view(wide).index_copy_(0, self.index[: len(rows)], rows.view(wide))
 
     def send(self) -> None:
-        """Starts the copies of the running step's rows to host memory, and says where more go."""
+        """Hands over the running step's rows, says where more go, and has earlier ones copied."""
         places, self._running = self._running, None
         assert places is not None, "begin comes first"
-        step = _Step(self._written, places, self._copy(len(places)))
+        self._start_copies()
+        computed = None
+        if self._stream is not None:
+            computed = torch.cuda.Event()
+            computed.record()
+        self._under_way.append(_Step(self._written, places, computed))
         self._written += len(places)
-        self._under_way.append(step)
         start = self._written % self.num_rows
         self.index.copy_(self._order[start : start + len(self.index)])
 
@@ -131,17 +138,18 @@ class RowRing:
         self._under_way.clear()
         self._running, self._taken = None, self._written
 
-    def _copy(self, count: int) -> torch.cuda.Event | None:
-        if self._stream is None:
-            return None
-        computed, arrived = torch.cuda.Event(), torch.cuda.Event()
-        computed.record()
+    def _start_copies(self) -> None:
+        """Starts the copies of the rows that were handed over last, if it was not done."""
+        step = self._under_way[-1] if self._under_way else None
+        if step is None or step.computed is None or self._stream is None:
+            return
+        arrived = torch.cuda.Event()
         with torch.cuda.stream(self._stream):
-            self._stream.wait_event(computed)
-            for part in self._parts(self._written, count):
+            self._stream.wait_event(step.computed)
+            for part in self._parts(step.start, len(step.places)):
                 self._arrived[part].copy_(self._rows[part], non_blocking=True)
             arrived.record()
-        return arrived
+        step.computed, step.arrived = None, arrived
 
     def _parts(self, start: int, count: int) -> list[slice]:
         """Gives the one or two pieces of the ring in which rows lie."""
@@ -152,9 +160,11 @@ class RowRing:
 
     @staticmethod
     def _has_arrived(step: _Step) -> bool:
-        return step.arrived is None or step.arrived.query()
+        return step.computed is None and (step.arrived is None or step.arrived.query())
 
     def _take_oldest(self) -> None:
+        if self._under_way[0].computed is not None:
+            self._start_copies()
         step = self._under_way.popleft()
         if step.arrived is not None:
             step.arrived.synchronize()

@@ -157,6 +157,11 @@ class RolloutSites:
             implementation=implementation,
         )
 
+    def begin_check(self) -> None:
+        """Starts to bring to the host what `require_finite` checks after the step's tokens."""
+        if self.trace.check_finite:
+            self.watch.begin_reading()
+
     def require_finite(self) -> None:
         """Checks what was watched of the running step, if the settings ask for it.
 

@@ -24,6 +24,8 @@ class Watch:
         self.real_rows: torch.Tensor | None = None
         self._numbers: dict[tuple[int, str], int] = {}
         self._counts: torch.Tensor | None = None
+        self._on_host: torch.Tensor | None = None
+        self._is_on_its_way = False
 
     def is_real(self, tokens: torch.Tensor) -> torch.Tensor | None:
         """Gives whether tokens of the running step belong to a request; None if all do.
@@ -35,6 +37,7 @@ class Watch:
 
     def clear(self) -> None:
         """Begins to count anew, in the same memory, to which captured graphs add."""
+        self._is_on_its_way = False
         if self._counts is not None:
             _reset(self._counts)
 
@@ -84,18 +87,41 @@ class Watch:
         """Gives by place the values beyond the largest."""
         return {place: counts[0] for place, counts in self._read().items()}
 
+    def begin_reading(self) -> None:
+        """Starts to copy what was counted so far to the host, where `first_bad` finds it then.
+
+        Before that is called, the host must have waited for something that the device does later.
+        """
+        if self._counts is None or not self._counts.is_cuda:
+            return
+        used = slice(0, len(self._numbers))
+        self._pinned()[used].copy_(self._counts[used], non_blocking=True)
+        self._is_on_its_way = True
+
     def first_bad(self) -> tuple[tuple[int, str], int, int] | None:
         """Gives the first place with NaN or Inf, the first token there and the number of rows."""
-        for place, (_, count, token) in self._read().items():
-            if count:
-                return place, token, count
-        return None
+        if self._counts is None:
+            return None
+        counts = self._pinned() if self._is_on_its_way else self._counts
+        self._is_on_its_way = False
+        rows = counts[: len(self._numbers)].cpu().numpy()
+        bad = rows[:, 1].nonzero()[0]
+        if not len(bad):
+            return None
+        _, count, token = rows[bad[0]].tolist()
+        return list(self._numbers)[bad[0]], token, count
 
     def _read(self) -> dict[tuple[int, str], list[int]]:
         if self._counts is None:
             return {}
         rows = self._counts[: len(self._numbers)].tolist()
         return dict(zip(self._numbers, rows, strict=True))
+
+    @torch.inference_mode(False)
+    def _pinned(self) -> torch.Tensor:
+        if self._on_host is None:
+            self._on_host = torch.empty(_MOST_PLACES, 3, dtype=torch.int64, pin_memory=True)
+        return self._on_host
 
     @torch.inference_mode(False)
     def _of(self, place: tuple[int, str], device: torch.device) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from megatron_trace.rollout.watch import Watch
@@ -37,6 +38,18 @@ def test_rows_of_padding_may_be_nan():
     watch.real_rows = torch.tensor([1], dtype=torch.int32)
     _observe(watch, [[0.0], [0.0], [torch.nan], [torch.nan]], rows_of_token=2)
     assert watch.first_bad() is None
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_first_place_with_nan_is_that_of_when_reading_began():
+    watch = Watch()
+    for values, place in (([[0.0], [0.0]], PLACE), ([[0.0], [torch.nan]], LATER)):
+        watch.observe(place, torch.tensor(values, device="cuda"), largest=2.0, finite=True)
+    watch.begin_reading()
+    watch.observe(PLACE, torch.tensor([[torch.inf]], device="cuda"), largest=2.0, finite=True)
+    torch.cuda.synchronize()
+    assert watch.first_bad() == (LATER, 1, 1)
+    assert watch.first_bad() == (PLACE, 0, 1)
 
 
 def test_memory_stays_where_a_captured_graph_adds_to_it():
