@@ -185,7 +185,6 @@ class Run:
         qat = self.trainer("qat", ep, "--trace-method=qat")
         goes_on = self.trainer("goes-on", ep, f"--load={out}/half", steps=4)
         parts = [
-            Part("start", record),
             Part(
                 "files",
                 [self.python, "tools/inspect_hints.py", f"{out}/rollouts", "--verify"],
@@ -219,8 +218,9 @@ class Run:
             f"--evaluate-settings={out}/rollouts",
         ]
         return [
+            Part("start", record),
+            Part("job", [*job, "colocated", *files], ("start",)),  # The longest.
             *parts,
-            Part("job", [*job, "colocated", *files], ("start",)),
             Part("half", [self.python, "-c", HALF, str(out)], ("trace",)),
             Part(goes_on.name, goes_on.command, ("half",)),
             Part("evaluation", evaluate, ("trace",)),
