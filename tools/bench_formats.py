@@ -3,7 +3,7 @@
 Three checks; the program ends with an error when one byte differs, but measures all the same:
 * every hard input, in FP32, BF16 and FP16;
 * random values of several distributions, 100 million of them by default, in FP32 and BF16;
-* the BF16 kernels' division, for all 2^23 mantissas of a divisor, beside each boundary of E2M1 and
+* the kernels' divisions, for all 2^23 mantissas of a divisor, beside each boundary of E2M1 and
   E4M3.
 
 Then the bandwidth of each kernel beside a device copy and ModelOpt's `fp4_fake_quant_block`, over
@@ -35,6 +35,7 @@ from megatron_trace.formats import (
     NVFP4,
     fused,
     kernels_bf16,
+    kernels_fp32,
     kernels_fused,
     kernels_whole,
 )
@@ -63,10 +64,11 @@ NUM_MANTISSAS = 1 << 23
 
 
 def main() -> None:
-    """Runs the checks, then the measurements, and prints a table of the latter last."""
+    """Runs the checks, then the measurements, and prints each when it is done."""
     arguments = _arguments()
     torch.manual_seed(arguments.seed)
     report: dict = {"device": torch.cuda.get_device_name(), "triton": triton.__version__}
+    print(f"{report['device']}, triton {report['triton']}", flush=True)
     wrong: list[str] = []
     if arguments.values:
         compile_all(SWEEP if arguments.sweep else [])
@@ -76,13 +78,18 @@ def main() -> None:
             ("divisions", check_divisions),
         ):
             report[name], found = check()
+            print_check(name, report[name], found)
             wrong += found
     report["differences"] = wrong
-    report["bandwidth"] = measure_bandwidth(arguments.megabytes, arguments.sweep)
+    report["bandwidth"] = {}
+    for dtype in (torch.bfloat16, torch.float32):
+        results = _measure_dtype(dtype, arguments.megabytes, arguments.sweep)
+        report["bandwidth"][str(dtype).removeprefix("torch.")] = results
+        print_bandwidth(str(dtype).removeprefix("torch."), results)
     report["small_us"] = measure_small(SMALL_SWEEP if arguments.sweep else [])
+    print_small(report["small_us"])
     if arguments.out:
         arguments.out.write_text(json.dumps(report, indent=1) + "\n")
-    print_report(report)
     if wrong:
         raise SystemExit(1)
 
@@ -101,20 +108,35 @@ def _arguments() -> argparse.Namespace:
 
 def compile_all(launches: list[Launch]) -> None:
     """Fills Triton's cache in as many processes as there are cores: one takes minutes."""
-    jobs = [(dtype, to, launch) for dtype, to in _DTYPES for launch in (None, ONE_WARP)]
-    jobs += itertools.product((torch.bfloat16, torch.float32), [None], launches)
+    # Few values and many are launched differently.
+    kinds = [(None, 16), (None, 1 << 21), (ONE_WARP, 16)]
+    jobs = [
+        (dtype, to, *kind, bits)
+        for (dtype, to), kind in itertools.product(_DTYPES, kinds)
+        for bits in (1, 2, 4)
+    ]
+    jobs += [
+        (dtype, None, launch, 16, bits)
+        for dtype, launch in itertools.product((torch.bfloat16, torch.float32), launches)
+        for bits in (1, 4)
+    ]
     with multiprocessing.get_context("spawn").Pool() as pool:
         pool.starmap(_compile, jobs, chunksize=1)
 
 
-def _compile(dtype: torch.dtype, rounded_to: torch.dtype | None, launch: Launch | None) -> None:
-    x = torch.zeros(1, 16, dtype=dtype, device="cuda")
-    options = {} if launch is None else {"launch": launch}
-    kernels_whole.rtn(x, 1.0, NVFP4, dtype=rounded_to, **options)
-    for bits in (1, 4):
-        options["num_bits"] = bits
-        _, *hints = kernels_whole.rtn_record(x, 1.0, NVFP4, dtype=rounded_to, **options)
-        kernels_whole.guided(x, *hints, 1.0, NVFP4, dtype=rounded_to, **options)
+def _compile(
+    dtype: torch.dtype,
+    rounded_to: torch.dtype | None,
+    launch: Launch | None,
+    num_values: int,
+    num_bits: int,
+) -> None:
+    x = torch.zeros(num_values // 16, 16, dtype=dtype, device="cuda")
+    options = {"dtype": rounded_to, "launch": launch}
+    if num_bits == 1:
+        kernels_whole.rtn(x, 1.0, NVFP4, **options)
+    _, *hints = kernels_whole.rtn_record(x, 1.0, NVFP4, num_bits=num_bits, **options)
+    kernels_whole.guided(x, *hints, 1.0, NVFP4, num_bits=num_bits, **options)
 
 
 def check_hard_inputs() -> tuple[int, list[str]]:
@@ -217,8 +239,15 @@ def _division_kernel(boundaries_ptr, wrong_ptr, NEIGHBOURS: tl.constexpr, N: tl.
     product = (divisor * boundary).to(tl.int32, bitcast=True) >> 16
     reciprocal, rest = kernels_bf16.reciprocal_of(divisor)
     short, short_rest = kernels_bf16.short_reciprocal_of(divisor)
-    wrong = tl.zeros((N,), tl.int32)
+    # FP32 quotients are right if this is within two units: tests/kernels/quotients.c.
+    units = kernels_bf16.near_reciprocal(divisor).to(tl.int32, bitcast=True)
+    units -= tl.div_rn(1.0, divisor).to(tl.int32, bitcast=True)
+    wrong = (tl.abs(units) > 2).to(tl.int32)
     for neighbour in tl.static_range(-NEIGHBOURS, NEIGHBOURS + 1):
+        x = (divisor * boundary).to(tl.int32, bitcast=True) + neighbour
+        x = x.to(tl.float32, bitcast=True)
+        quotient = kernels_fp32.divided(x, divisor, kernels_fp32.reciprocal_of(divisor))
+        wrong += (quotient != tl.div_rn(x, divisor)).to(tl.int32)
         x = ((product + neighbour) << 16).to(tl.float32, bitcast=True)
         expected = tl.div_rn(x, divisor)
         got = kernels_bf16.divided(x, reciprocal, rest)
@@ -235,9 +264,10 @@ def _division_kernel(boundaries_ptr, wrong_ptr, NEIGHBOURS: tl.constexpr, N: tl.
 
 
 def check_divisions() -> tuple[dict[str, int], list[str]]:
-    """Compares BF16 kernels' quotients with the exact one, beside each boundary.
+    """Compares the kernels' quotients with the exact one, beside each boundary.
 
-    The side of it that they lie on, and the code that nearest gives.
+    Those of FP32 are to be the rounded ones; of BF16, the side of a boundary that they lie on and
+    the code that nearest gives.
     """
     boundaries = (*MIDPOINTS, *E2M1_VALUES[1:], *E4M3_BOUNDARIES)
     boundaries = torch.tensor(boundaries, device="cuda")
@@ -245,19 +275,12 @@ def check_divisions() -> tuple[dict[str, int], list[str]]:
     grid = (NUM_MANTISSAS // 1024, boundaries.numel())
     _division_kernel[grid](boundaries, wrong, NEIGHBOURS=2, N=1024)
     counts = {"divisors": NUM_MANTISSAS, "boundaries": boundaries.numel(), "neighbours": 5}
-    found = [f"{wrong.item()} quotients on the wrong side of a boundary"] if wrong.item() else []
+    found = [f"{wrong.item()} wrong quotients"] if wrong.item() else []
     return counts, found
 
 
-def measure_bandwidth(megabytes: int, sweep: bool) -> dict[str, dict]:
+def _measure_dtype(dtype: torch.dtype, megabytes: int, sweep: bool) -> dict[str, dict]:
     """Gives TB/s of each kernel, and its share of the copy's in the same run."""
-    return {
-        str(dtype).removeprefix("torch."): _measure_dtype(dtype, megabytes, sweep)
-        for dtype in (torch.bfloat16, torch.float32)
-    }
-
-
-def _measure_dtype(dtype: torch.dtype, megabytes: int, sweep: bool) -> dict:
     size = dtype.itemsize
     rows = megabytes * 2**20 // (COLUMNS * size)
     inputs = [torch.randn(rows, COLUMNS, device="cuda").to(dtype) for _ in range(3)]
@@ -424,27 +447,31 @@ def replayed_us(call: Callable[[], object], calls: int = 100, replays: int = 21)
     return statistics.median(times)
 
 
-def print_report(report: dict) -> None:
-    """Prints what was checked, then the table of measurements."""
-    print(f"{report['device']}, triton {report['triton']}")
-    if "hard_inputs" in report:
-        total = sum(report["random_values"].values())
-        divisions = "{divisors} divisors x {boundaries} boundaries".format(**report["divisions"])
-        print(f"compared: {report['hard_inputs']} hard inputs, {total} random values, {divisions}")
-        print(f"differences: {len(report['differences'])}")
-        for difference in report["differences"][:40]:
-            print("  " + difference)
-    for dtype, results in report["bandwidth"].items():
-        for name, row in results.items():
-            line = f"{dtype:9} {name:30} {row['TB/s']:6.3f} TB/s {row['of copy']:6.3f} of copy"
-            if row.get("sweep"):
-                ranked = sorted(row["sweep"], key=row["sweep"].get, reverse=True)
-                line += "   " + ", ".join(f"{key} {row['sweep'][key]:.3f}" for key in ranked[:4])
-            print(line)
-    for tokens, calls in report["small_us"].items():
+def print_check(name: str, counts: int | dict[str, int], found: list[str]) -> None:
+    """Prints how much was compared, and what differs."""
+    if isinstance(counts, dict):
+        counts = ", ".join(f"{key} {count}" for key, count in counts.items())
+    print(f"{name}: {counts}; differences: {len(found)}", flush=True)
+    for difference in found[:40]:
+        print("  " + difference, flush=True)
+
+
+def print_bandwidth(dtype: str, results: dict[str, dict]) -> None:
+    """Prints the rates of one dtype."""
+    for name, row in results.items():
+        line = f"{dtype:9} {name:30} {row['TB/s']:6.3f} TB/s {row['of copy']:6.3f} of copy"
+        if row.get("sweep"):
+            ranked = sorted(row["sweep"], key=row["sweep"].get, reverse=True)
+            line += "   " + ", ".join(f"{key} {row['sweep'][key]:.3f}" for key in ranked[:4])
+        print(line, flush=True)
+
+
+def print_small(small_us: dict[str, dict[str, float]]) -> None:
+    """Prints the microseconds of few tokens."""
+    for tokens, calls in small_us.items():
         cells = ", ".join(f"{name} {microseconds:.2f}" for name, microseconds in calls.items())
         experts = f"one call each for {EXPERTS} experts: rtn {EXPERTS * calls['rtn']:.0f}"
-        print(f"{tokens} x {SMALL_COLUMNS}, us: {cells}; {experts}")
+        print(f"{tokens} x {SMALL_COLUMNS}, us: {cells}; {experts}", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Triton kernels of rtn, rtn_record and guided: the bits of every format's specification.
 
-`kernels_octets` takes every dtype and global scale, and Triton's interpreter runs it. BF16 under
-usual global scales takes `kernels_bf16`, for speed.
+`kernels_octets` takes every dtype and global scale, and Triton's interpreter runs it. Under usual
+global scales BF16 takes `kernels_bf16` and FP32 in NVFP4 `kernels_fp32`, for speed.
 
 Legend: as `kernels_tiles`. A program loads all its tiles before it rounds the first.
 """
@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from megatron_trace.formats import kernels_bf16 as bf16
+from megatron_trace.formats import kernels_fp32 as fp32
 from megatron_trace.formats import kernels_inputs as inputs
 from megatron_trace.formats import kernels_octets as octets
 from megatron_trace.formats import kernels_tiles as tiles
@@ -24,6 +25,8 @@ _RTN_LAUNCH = Launch(tiles=2, num_warps=4)
 _RECORD_LAUNCH = Launch(tiles=4, num_warps=2)
 _GUIDED_LAUNCH = Launch(tiles=2, num_warps=4)
 _FOUR_OVER_SIX_LAUNCH = Launch(tiles=4, num_warps=1)
+# The interpreter knows neither PTX nor an fma that rounds once.
+HAS_PTX: tl.constexpr = tl.constexpr(not inputs.INTERPRETED)
 
 
 def rtn(
@@ -147,7 +150,8 @@ def _fastest(x: torch.Tensor, number_format: NumberFormat, launch: Launch) -> La
 
 
 def _options(number_format: NumberFormat, launch: Launch) -> dict[str, object]:
-    # FP32 in NVFP4 is guided at .939 instead of .921 of a copy's speed if it may fuse.
+    # The general path of NVFP4 takes fewer instructions if they may be fused: in FP32 it guided at
+    # .939 instead of .921 of a copy's speed.
     return {"TILES": launch.tiles, "fuses": number_format is NVFP4}
 
 
@@ -174,6 +178,41 @@ def _record_kernel(
     y_ptr += first * 8
     hint_ptr += first * (8 if NUM_BITS == 8 else 1)
     scale_bytes_ptr += first // BLOCK
+    if HAS_PTX and FORMAT == "nvfp4" and x_ptr.dtype.element_ty == tl.float32:
+        # In quads, of which each octet has two.
+        usual = fp32.record_usual(
+            x_ptr,
+            y_ptr,
+            hint_ptr,
+            scale_bytes_ptr,
+            scale_ptr,
+            2 * first,
+            2 * left,
+            NUM_BITS,
+            2 * ROW,
+            ROUNDED,
+            T,
+            2 * TILES,
+        )
+        if not usual:
+            _record_unusual(
+                x_ptr,
+                y_ptr,
+                hint_ptr,
+                scale_bytes_ptr,
+                scale_ptr,
+                first,
+                left,
+                NUM_BITS,
+                FORMAT,
+                RULE,
+                ROW,
+                BLOCK,
+                ROUNDED,
+                T,
+                TILES,
+            )
+        return
     loaded = tiles.load_all(x_ptr, left, PAIRS, T, TILES)
     scales = tiles.load_all_scales(scale_ptr, first, left, BLOCK, ROW, T, TILES)
     if PAIRS and FORMAT == "nvfp4":
@@ -267,6 +306,40 @@ def _guided_kernel(
     y_ptr += first * 8
     hint_ptr += first * (8 if NUM_BITS == 8 else 1)
     scale_bytes_ptr += first // BLOCK
+    if HAS_PTX and FORMAT == "nvfp4" and x_ptr.dtype.element_ty == tl.float32:
+        # In quads, of which each octet has two.
+        usual = fp32.guide_usual(
+            x_ptr,
+            hint_ptr,
+            scale_bytes_ptr,
+            y_ptr,
+            scale_ptr,
+            2 * first,
+            2 * left,
+            NUM_BITS,
+            2 * ROW,
+            ROUNDED,
+            T,
+            2 * TILES,
+        )
+        if not usual:
+            _guide_unusual(
+                x_ptr,
+                hint_ptr,
+                scale_bytes_ptr,
+                y_ptr,
+                scale_ptr,
+                first,
+                left,
+                NUM_BITS,
+                FORMAT,
+                ROW,
+                BLOCK,
+                ROUNDED,
+                T,
+                TILES,
+            )
+        return
     loaded = tiles.load_all(x_ptr, left, PAIRS, T, TILES)
     hints = ()
     for tile in tl.static_range(TILES):

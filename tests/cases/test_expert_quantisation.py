@@ -127,15 +127,9 @@ def test_10_experts_padded_to_32_or_64_rows_get_their_own_rows_and_no_others(mul
 def test_12_the_benchmark_reports_what_a_call_for_one_experts_few_tokens_costs() -> None:
     bench = load_program(TOOLS / "bench_formats.py")
     assert {1, 8, 64} <= set(bench.SMALL_TOKENS)
-    report = {
-        "device": "none",
-        "triton": "3",
-        "bandwidth": {},
-        "small_us": {"8": {"copy": 1.14, "rtn": 1.27}},
-    }
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        bench.print_report(report)
+        bench.print_small({"8": {"copy": 1.14, "rtn": 1.27}})
     # 8 tokens cost what a launch costs: 64 experts, one call each, cost 64 of them.
     assert "8 x 2048, us: copy 1.14, rtn 1.27; one call each for 64 experts: rtn 81" in (
         printed.getvalue()

@@ -13,7 +13,13 @@ import torch
 import triton.language as tl
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
-from megatron_trace.formats import kernels_bf16, kernels_fused, kernels_inputs, kernels_rows
+from megatron_trace.formats import (
+    kernels_bf16,
+    kernels_fused,
+    kernels_inputs,
+    kernels_rows,
+    kernels_whole,
+)
 
 
 class _Emulated:
@@ -44,7 +50,7 @@ def _values_of(tensor: tl.tensor | tl.constexpr) -> np.ndarray:
 
 
 def install() -> None:
-    """Replaces the instructions in this process, and has BF16 taken in pairs."""
+    """Replaces the instructions in this process, and has BF16 taken in pairs and FP32 in quads."""
     for name, emulated in _INSTRUCTIONS.items():
         assert hasattr(kernels_bf16, name), name
         setattr(kernels_bf16, name, emulated)
@@ -73,6 +79,7 @@ def install() -> None:
         return constants | {"PAIRS": x.dtype == (dtype or x.dtype) == torch.bfloat16}
 
     kernels_inputs.constants_of = in_pairs
+    kernels_whole.HAS_PTX = tl.constexpr(True)
 
 
 def _create_fma(builder, x: TensorHandle, y: TensorHandle, z: TensorHandle) -> TensorHandle:
@@ -92,7 +99,10 @@ def _fma(x, y, z) -> tuple[np.ndarray, np.ndarray]:
     total = product + z
     part = total - product
     lost = (product - (total - part)) + (z - part)
-    nearest = total.astype(np.float32)
+    # FP64 rounded to odd holds on which side of the middle of two FP32 numbers the sum lies.
+    is_even = (total.view(np.int64) & 1) == 0
+    beyond = np.nextafter(total, np.copysign(np.inf, lost))
+    nearest = np.where((lost != 0) & is_even, beyond, total).astype(np.float32)
     return nearest, (total - nearest.astype(np.float64)) + lost
 
 

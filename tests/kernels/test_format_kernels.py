@@ -1,5 +1,9 @@
 """The Triton kernels of NVFP4: in Triton's interpreter everywhere, compiled on a GPU."""
 
+import shutil
+import subprocess
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -18,6 +22,24 @@ def test_interpreted_kernels_equal_the_reference_on_the_hard_inputs(run_program)
     printed = run_program("interpreted.py", interpret=True)
     # Four of them have denormal BF16 numbers, which the interpreter mistakes.
     assert printed == f"{2 * len(NAMES) - 4} inputs"
+
+
+def test_interpreted_kernels_of_fp32_in_quads_equal_the_reference(run_program) -> None:
+    """Their instructions are those that `emulated_ptx` knows."""
+    assert run_program("interpreted_fp32.py", interpret=True) == "84720 values"
+
+
+def test_no_quotient_by_a_reciprocal_is_rounded_wrongly(tmp_path: Path) -> None:
+    compiler = shutil.which("gcc")
+    if compiler is None:
+        pytest.skip("there is no gcc")
+    source, program = Path(__file__).with_name("quotients.c"), tmp_path / "quotients"
+    # Each operation rounds by itself, and as the program says.
+    options = "-O2", "-march=native", "-ffp-contract=off", "-frounding-math"
+    subprocess.run([compiler, *options, source, "-o", program, "-lm"], check=True)
+    assert subprocess.run([program], capture_output=True, text=True).stdout == (
+        "46517480 quotients\n"
+    )
 
 
 def test_triton_on_a_cpu_tensor_says_why_it_cannot_run() -> None:
