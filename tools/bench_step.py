@@ -55,6 +55,7 @@ from megatron_trace.hints.files import HintFiles
 from megatron_trace.models.architecture import Architecture
 from megatron_trace.models.presets import preset
 from megatron_trace.testing.single_process import single_process
+from megatron_trace.training.hint_reader import HintReader
 from megatron_trace.training.micro_batch import stage_micro_batch
 
 
@@ -193,7 +194,16 @@ def _train_part(
     made: Callable[[], None],
 ) -> Iterator[dict[str, Any]]:
     """Gives what is measured so far, after each number of tokens."""
-    block = Block(options, architecture, folder)
+    # Started before the block is built, as a training's is before its first pass.
+    process = HintReader(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    process.start()
+    with contextlib.closing(process):
+        yield from _measured_training(options, Block(options, architecture, folder), process, made)
+
+
+def _measured_training(
+    options: argparse.Namespace, block: Block, process: HintReader, made: Callable[[], None]
+) -> Iterator[dict[str, Any]]:
     per_token = block.hint_bytes / block.num_tokens
     print(
         f"recorded {block.num_tokens} tokens; hints of all sites {per_token:.0f} bytes a token, "
@@ -206,7 +216,7 @@ def _train_part(
         loading.append(measure_loading(block, num_tokens))
         print("loading", loading[-1], flush=True)
         cases, reported = cases_of(options, num_tokens), partial(_reported, options)
-        rows += measure_training(block, cases, num_tokens, reported, made)
+        rows += measure_training(block, cases, num_tokens, process, reported, made)
         yield {
             "training": rows,
             "store": {

@@ -43,6 +43,7 @@ def measure_training(
     block: Block,
     cases: Sequence[Case],
     num_tokens: int,
+    process: HintReader,
     reported: Callable[[str], contextlib.AbstractContextManager[None]],
     made: Callable[[], None],
 ) -> list[dict[str, Any]]:
@@ -52,6 +53,7 @@ def measure_training(
         block: The block.
         cases: The cases.
         num_tokens: Tokens of a micro-batch.
+        process: What reads for the cases whose reader is a process.
         reported: Context in which an error of the named part is noted, and not raised.
         made: Called after each micro-batch.
     """
@@ -61,8 +63,6 @@ def measure_training(
     batches = [block.samples[first : first + per_batch] for first in starts]
     budget_s = options.budget_s[min(options.tokens.index(num_tokens), len(options.budget_s) - 1)]
     with contextlib.ExitStack() as stack:
-        process = HintReader(device)
-        stack.callback(process.close)
         trainers: list[Trainer] = []
         for case in cases:
             with reported(case.name):
@@ -125,8 +125,10 @@ def _reading(
         made = [make_micro_batch(samples, trainer.files, trainer.sites) for samples in batches]
         yield itertools.cycle(made)
         return
+    # By names, as in Megatron's loop: what reads the hints reads the samples, too.
+    names = [[sample.sample_id for sample in samples] for samples in batches]
     with MicroBatchPrefetcher(
-        itertools.cycle(batches),
+        itertools.cycle(names),
         trainer.files,
         trainer.sites,
         max_host_bytes=None,

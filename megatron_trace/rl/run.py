@@ -342,6 +342,7 @@ def build_run(
         run.reader, run.max_hint_bytes = HintFiles(hint_folder), max_hint_bytes
         if wants_process(hint_reader, run.sites.device, run.reader):
             run.process = HintReader(run.sites.device)
+            run.process.start()  # Ready by the first step.
     return run
 
 

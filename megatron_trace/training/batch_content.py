@@ -8,7 +8,7 @@ of a pack on this context-parallel rank, L MoE layers, k top-k, K most likely to
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -72,6 +72,10 @@ class BatchContent:
             none.
         token_rows_of_samples: int64 [B, S]; of a pack, which of the rows of all context-parallel
             ranks, one after another, has a token; their number where no row has. None otherwise.
+        slot_orders: int32 [N * k] of decoder layers whose fc2 has hints or codes, where this rank
+            has all experts: the slots of the token rows by expert, and of an expert by row, as
+            `routing` says. Sorted on the host, where nothing waits for it.
+        num_hinted: Rows of `hints` that have one; counted on the host, as a device would be asked.
     """
 
     order: RowOrder
@@ -89,6 +93,8 @@ class BatchContent:
     top_tokens: torch.Tensor | None = None
     top_logprobs: torch.Tensor | None = None
     token_rows_of_samples: torch.Tensor | None = None
+    slot_orders: Mapping[int, torch.Tensor] = field(default_factory=dict)
+    num_hinted: Mapping[Place, int] = field(default_factory=dict)
 
     @property
     def hint_bytes(self) -> int:
@@ -173,6 +179,7 @@ def map_tensors(
     if content.token_rows_of_samples is not None:
         tensors["token_rows_of_samples"] = move(content.token_rows_of_samples)
     token_rows, attention_rows = rows
+    slot_orders = {layer: move(order) for layer, order in content.slot_orders.items()}
     return replace(
         content,
         **tensors,
@@ -180,4 +187,5 @@ def map_tensors(
         attention_rows=attention_rows,
         hints=hints,
         codes=codes,
+        slot_orders=slot_orders,
     )

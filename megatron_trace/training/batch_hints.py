@@ -55,8 +55,10 @@ def read_hints(
     plan: StagingPlan,
     order: RowOrder,
     memory: StagingMemory,
-) -> dict[Place, HintRows]:
-    """Gives the hints of this rank's rows and columns by place; none unless the method is trace.
+) -> tuple[dict[Place, HintRows], dict[Place, int]]:
+    """Gives the hints of this rank's rows and columns by place, and how many rows have one.
+
+    There are none unless the method is trace.
 
     Args:
         samples: The samples.
@@ -71,11 +73,12 @@ def read_hints(
             settings, or another shape.
     """
     if plan.trace.method != "trace":
-        return {}
+        return {}, {}
     if store is None:
         raise ValueError("method trace needs the store with the rollout's hints; got None")
     tolerant = plan.trace.missing_hints == "rtn"
     rows: dict[Place, HintRows] = {}
+    num_hinted: dict[Place, int] = {}
     parts = {site: _parts(site, order, plan) for site in {site for _, site in plan.recorded_places}}
     for place in plan.recorded_places:
         hints = [
@@ -84,8 +87,9 @@ def read_hints(
         ]
         if any(hint is not None for hint in hints):
             form = plan.trace.hint_bits, plan.trace.hint_scales
+            num_hinted[place] = sum(hint.num_rows for hint in hints if hint is not None)
             rows[place] = _stack(hints, place, plan, order, *form, memory)
-    return rows
+    return rows, num_hinted
 
 
 def read_codes(

@@ -10,7 +10,9 @@ import bisect
 import itertools
 from array import array
 from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
 import torch
 
 from megatron_trace.hints.types import RolloutSample, Site
@@ -106,6 +108,7 @@ def rows_of_samples(
         rollout_logprobs[b, response] = sample.logprobs.float()
         valid[: sample.num_rows, b] = True
     rows = order.rows()
+    routing = _routing(samples, rows, plan)[:, order.own(Site.FC1)]
     return BatchContent(
         order=order,
         sample_ids=tuple(sample.sample_id for sample in samples),
@@ -115,12 +118,16 @@ def rows_of_samples(
         valid=valid,
         token_rows=_rank_rows(Site.FC1, order, rows),
         attention_rows=_rank_rows(Site.K, order, rows),
-        routing=_routing(samples, rows, plan)[:, order.own(Site.FC1)],
+        routing=routing,
         hints={},
         codes={},
         settings_digest=samples[0].settings_digest,
         **_most_likely_tokens(samples, length - 1),
         token_rows_of_samples=_rows_of_samples(rows, valid) if order.packed else None,
+        slot_orders={
+            layer: slot_order(routing[plan.shape.moe_layers.index(layer)])
+            for layer in plan.sorted_layers
+        },
     )
 
 
@@ -133,9 +140,7 @@ def _token_ids(sample: RolloutSample) -> torch.Tensor:
     return torch.frombuffer(array("q", sample.tokens), dtype=torch.int64)
 
 
-def _most_likely_tokens(
-    samples: Sequence[RolloutSample], num_positions: int
-) -> dict[str, torch.Tensor]:
+def _most_likely_tokens(samples: Sequence[RolloutSample], num_positions: int) -> dict[str, Any]:
     """Gives the fields `top_tokens` and `top_logprobs`; neither if no sample has them."""
     widths = {0 if of.top_tokens is None else of.top_tokens.shape[1] for of in samples}
     if len(widths) > 1:
@@ -166,6 +171,17 @@ def _rank_rows(site: Site, order: RowOrder, rows: _Rows) -> RankRows:
     if order.packed:
         return RankRows(positions, real, samples)
     return RankRows(positions[:: len(order.lengths)], real)
+
+
+def slot_order(experts: torch.Tensor) -> torch.Tensor:
+    """Gives the slots of rows by expert, and of an expert by row, int32 [N * k].
+
+    Args:
+        experts: int64 [N, k], on the host, in less than 32768 experts.
+    """
+    # Of 16 bits, numpy sorts by digits.
+    keys = experts.to(torch.int16).flatten().numpy()
+    return torch.from_numpy(np.argsort(keys, kind="stable").astype(np.int32))
 
 
 def _rows_of_samples(rows: _Rows, valid: torch.Tensor) -> torch.Tensor:

@@ -83,9 +83,9 @@ class SharedMicroBatch:
 class HintReader:
     """A process that reads micro-batches, of any number of model chunks of this process.
 
-    It is started when it is first used, and kept for later passes: a start takes seconds, and
-    page-locking memory half a second a GiB. Call `close` at the end; it also ends with the trainer,
-    however that ends. Safe to use from several threads.
+    It is started when it is first used, or by `start`, and kept for later passes: a start takes
+    seconds, and page-locking memory half a second a GiB. Call `close` at the end; it also ends with
+    the trainer, however that ends. Safe to use from several threads.
 
     Args:
         device: Device of the models.
@@ -106,6 +106,15 @@ class HintReader:
     def process_id(self) -> int | None:
         """Number of the process; None before it is started and after `close`."""
         return None if self._child is None else self._child.process.pid
+
+    def start(self) -> None:
+        """Starts the process, if it does not run yet; does not wait until it has started.
+
+        Raises:
+            RuntimeError: It cannot be started.
+        """
+        with self._exchange:
+            self._running()
 
     def new_client(self) -> int:
         """Gives the number of a new client, which will `begin`."""
@@ -195,14 +204,17 @@ class HintReader:
 
     def _ask(self, message: object, *, descriptor: int | None = None) -> Any:
         with self._exchange:
-            if self._closed:
-                raise RuntimeError("the process that reads hints was closed")
-            if self._child is None:
-                self._child = _Child()
-            reply = self._child.ask(message, descriptor)
+            reply = self._running().ask(message, descriptor)
         if isinstance(reply, Failed):
             raise reply.error
         return reply
+
+    def _running(self) -> _Child:
+        if self._closed:
+            raise RuntimeError("the process that reads hints was closed")
+        if self._child is None:
+            self._child = _Child()
+        return self._child
 
     def _segment_of(self, client: int, num_bytes: int) -> Segment:
         with self._state:

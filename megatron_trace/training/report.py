@@ -225,7 +225,8 @@ class Tally:
         saturated = saturated_blocks(values, rounding.global_scale, number_format)
         self._add_on_device((place, ("saturated_blocks",)), saturated.view(1))
         if flags:
-            sums = torch.stack(list(flags.values())).sum(1)
+            each = list(flags.values())
+            sums = each[0].sum().view(1) if len(each) == 1 else torch.stack(each).sum(1)
             self._add_on_device((place, tuple(flags)), sums)
 
     def _add_on_device(self, key: tuple[Place, tuple[str, ...]], counts: torch.Tensor) -> None:
@@ -255,13 +256,18 @@ class Tally:
         known = {"rows": rows.real.numel(), "real": num_real}
         known["recorded" if recorded else "not_recorded"] = num_real
         flags = {}
-        stored = micro_batch.hints.get(place)
-        if stored is not None and rounding.hint is not None:
-            flags = {"guided": rounding.hint.has_hint, "hinted": stored.has_hint}
+        if place in micro_batch.hints and rounding.hint is not None:
+            flags = {"guided": rounding.hint.has_hint}
+            known["hinted"] = micro_batch.num_hinted[place]
         self._add_rows(place, values, rounding, known, flags)
 
     def add_slots(
-        self, place: Place, values: torch.Tensor, rounding: Rounding, slots: SlotRows | None
+        self,
+        place: Place,
+        values: torch.Tensor,
+        rounding: Rounding,
+        slots: SlotRows | None,
+        micro_batch: MicroBatch,
     ) -> None:
         """Adds the rows of the local experts at fc2.
 
@@ -270,19 +276,23 @@ class Tally:
             values: float [rows, K].
             rounding: How they are rounded.
             slots: What is known of the rows.
+            micro_batch: What is in force.
         """
         num_rows = values.shape[0]
         if slots is None or slots.hint is None or rounding.hint is None:
             known = {"rows": num_rows, "real": num_rows, "not_recorded": num_rows}
             self._add_rows(place, values, rounding, known, {})
         else:
-            flags = {
-                "guided": rounding.hint.has_hint,
-                "hinted": slots.hint.has_hint,
-                "recorded_slots": slots.real,
-                "rerouted": slots.rerouted,
-            }
-            self._add_rows(place, values, rounding, {"rows": num_rows}, flags)
+            known, flags = {"rows": num_rows}, {"guided": rounding.hint.has_hint}
+            if slots.real is None or slots.rerouted is None:
+                tokens = micro_batch.token_rows
+                of_token = num_rows // tokens.real.numel()
+                known["recorded_slots"] = tokens.num_real * of_token
+                known["hinted"] = micro_batch.num_hinted.get(place, 0) * of_token
+            else:
+                flags["hinted"] = slots.hint.has_hint
+                flags |= {"recorded_slots": slots.real, "rerouted": slots.rerouted}
+            self._add_rows(place, values, rounding, known, flags)
         if slots is not None and slots.codes is not None:
             self.add_mismatch(place, values, rounding, slots.codes)
 
@@ -338,8 +348,8 @@ def _site_report(counts: Mapping[str, int]) -> SiteReport:
 
     Args:
         counts: Calls and blocks; `rows` that were quantised, `real` ones, those of `recorded`
-            places and of others, `hinted` and `guided` ones; 0 where a name is missing. Of fc2's
-            `recorded_slots` only the device knows how many are real.
+            places and of others, `hinted` and `guided` ones; 0 where a name is missing. Of fc2,
+            `recorded_slots` are the real ones.
     """
     recorded = counts["recorded"] + counts["recorded_slots"]
     return SiteReport(

@@ -62,6 +62,12 @@ class ModelShape:
         """Places of this chunk's MoE layers in a sample's routing record of the whole model."""
         return [self.model_moe_layers.index(layer) for layer in self.moe_layers]
 
+    @property
+    def has_all_experts(self) -> bool:
+        """Whether this rank has every expert of its MoE layers, whole."""
+        experts = {expert for _, expert, _ in self.expert_matrices}
+        return self.layout.etp_size == 1 and len(experts) == self.num_experts
+
     def row_width(self, site: Site) -> int:
         """Gives the values of a token's row at a site; at fc2 its expert slots side by side.
 

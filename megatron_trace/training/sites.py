@@ -361,6 +361,7 @@ class TraceSites:
             hint,
             codes,
             replayed=scope.replay_routing,
+            order=micro_batch.slot_orders.get(place[0]),
         )
         return slots if slots is None else slots.cut(self.shape.slot_columns)
 
@@ -409,7 +410,7 @@ class TraceSites:
             rounding = replace(rounding, hint=hint)
         self.count_call(*place)
         if scope.first_time(place):
-            self._tally.add_slots(place, rows, rounding, slots)
+            self._tally.add_slots(place, rows, rounding, slots, scope.micro_batch)
         return rounding
 
     def rounding(self, layer: int, site: Site, values: torch.Tensor) -> Rounding:

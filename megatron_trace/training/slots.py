@@ -10,7 +10,7 @@ A payload bytes and B blocks of one slot.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -31,23 +31,18 @@ class SlotRows:
     """What is known of rows at fc2.
 
     Attributes:
-        real: bool [N]; rows of tokens, not of padding.
-        rerouted: bool [N]; rows of tokens whose expert is not one that the rollout chose for them.
         hint: Their hints; None where the place is not guided.
         codes: The rollout's full codes, for metrics; None where they are not compared.
+        real: bool [N]; rows of tokens, not of padding. None where the rows are those of this rank's
+            tokens at the experts of the record: then the micro-batch tells how many are.
+        rerouted: bool [N]; rows of tokens whose expert is not one that the rollout chose for them.
+            None likewise: then there are none.
     """
 
-    real: torch.Tensor
-    rerouted: torch.Tensor
     hint: HintRows | None
     codes: HintRows | None
-
-    def split(self, sizes: Sequence[int]) -> list[SlotRows]:
-        """Gives consecutive parts of the rows."""
-        hints = _split(self.hint, sizes)
-        codes = _split(self.codes, sizes)
-        flags = (flag.split(list(sizes)) for flag in (self.real, self.rerouted))
-        return [SlotRows(*part) for part in zip(*flags, hints, codes, strict=True)]
+    real: torch.Tensor | None = None
+    rerouted: torch.Tensor | None = None
 
     def cut(self, columns: range | None) -> SlotRows:
         """Gives the rows with some columns of each slot only, on block boundaries; None keeps all.
@@ -99,6 +94,7 @@ def dispatched_slots(
     codes: HintRows | None,
     *,
     replayed: bool,
+    order: torch.Tensor | None = None,
 ) -> SlotRows | None:
     """Gives what is known of every row that the local experts receive; None if nothing is.
 
@@ -114,12 +110,14 @@ def dispatched_slots(
         hint: Hints of the T tokens, k slots in a row.
         codes: Full codes of the T tokens, likewise.
         replayed: Whether the tokens went to the experts of the record.
+        order: int32 [T * k]; the slots by expert, and of an expert by token, as the record says;
+            None sorts them here where they are needed.
     """
     given = [rows for rows in (hint, codes) if rows is not None]
     if not given:
         return None
     if replayed and keeps_all_rows(dispatcher):
-        return _sorted_slots(experts, real, hint, codes)
+        return _sorted_slots(experts, hint, codes, order)
     num_slots = experts.shape[1]
     move = partial(_move_slots, dispatcher, experts)
     flags = [real, *(rows.has_hint for rows in given)]
@@ -146,41 +144,40 @@ def dispatched_slots(
         of_tokens = dispatch_rows(dispatcher, real.to(torch.uint8).unsqueeze(-1))
         real_rows = of_tokens.squeeze(-1) != 0
     return SlotRows(
-        real_rows,
-        real_rows & ~known,
         next(found) if hint is not None else None,
         next(found) if codes is not None else None,
+        real_rows,
+        real_rows & ~known,
     )
 
 
 def _sorted_slots(
-    experts: torch.Tensor, real: torch.Tensor, hint: HintRows | None, codes: HintRows | None
+    experts: torch.Tensor,
+    hint: HintRows | None,
+    codes: HintRows | None,
+    order: torch.Tensor | None,
 ) -> SlotRows:
     """Gives the slots of all tokens by expert, and of an expert by token.
 
     That is the order of a rank that has all experts, when tokens go where the record says. Nothing
     is asked of the device here, so that the host need not wait for it.
     """
-    num_slots = experts.shape[1]
-    slots = experts.flatten().to(torch.int16).sort(stable=True).indices
-    tokens = slots // num_slots
-    given = [rows for rows in (hint, codes) if rows is not None]
-    flags = torch.stack([real, *(rows.has_hint for rows in given)])[:, tokens]
-    found = iter(
-        replace(
+    slots = order
+    if slots is None:
+        slots = experts.flatten().to(torch.int16).sort(stable=True).indices
+    tokens = slots // experts.shape[1]
+
+    def by_expert(rows: HintRows | None) -> HintRows | None:
+        if rows is None:
+            return None
+        return replace(
             rows,
             payload=rows.payload.view(len(slots), -1).index_select(0, slots),
             scale_bytes=rows.scale_bytes.view(len(slots), -1).index_select(0, slots),
-            has_hint=present,
+            has_hint=rows.has_hint.index_select(0, tokens),
         )
-        for rows, present in zip(given, flags[1:], strict=True)
-    )
-    return SlotRows(
-        flags[0],
-        torch.zeros_like(flags[0]),
-        next(found) if hint is not None else None,
-        next(found) if codes is not None else None,
-    )
+
+    return SlotRows(by_expert(hint), by_expert(codes))
 
 
 def _move_slots(
@@ -188,16 +185,6 @@ def _move_slots(
 ) -> torch.Tensor:
     """Takes uint8 [T * k, bytes] to uint8 [N, bytes]."""
     return dispatch_slot_rows(dispatcher, rows.view(*experts.shape, rows.shape[-1]), experts)
-
-
-def _split(rows: HintRows | None, sizes: Sequence[int]) -> list[HintRows] | list[None]:
-    if rows is None:
-        return [None] * len(sizes)
-    parts = [part.split(list(sizes)) for part in (rows.payload, rows.scale_bytes, rows.has_hint)]
-    return [
-        replace(rows, payload=payload, scale_bytes=scale_bytes, has_hint=has_hint)
-        for payload, scale_bytes, has_hint in zip(*parts, strict=True)
-    ]
 
 
 def _cut(rows: HintRows | None, columns: range) -> HintRows | None:

@@ -79,5 +79,6 @@ class StagingJob:
                 shape, or there is no store.
         """
         read = self._samples, self._store, self._plan, self._order, memory
-        records = {"hints": read_hints(*read), "codes": read_codes(*read)}
-        return replace(map_tensors(self._rows, memory.copy_of), **records)
+        hints, num_hinted = read_hints(*read)
+        rows = map_tensors(self._rows, memory.copy_of)
+        return replace(rows, hints=hints, num_hinted=num_hinted, codes=read_codes(*read))

@@ -30,6 +30,14 @@ class StagingPlan:
     diagnostics: bool
     forwards_packs: bool
 
+    @property
+    def sorted_layers(self) -> tuple[int, ...]:
+        """Decoder layers whose expert slots are sorted while they are read: see `slot_orders`."""
+        if not self.shape.has_all_experts:
+            return ()
+        places = self.shape.places if self.diagnostics else self.recorded_places
+        return tuple(layer for layer, site in places if site is Site.FC2)
+
     def format_of(self, site: Site) -> NumberFormat:
         """Gives the number format of a site."""
         return site_format(self.trace.formats, site)

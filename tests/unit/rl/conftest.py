@@ -28,7 +28,7 @@ def weights(one_process):
 def build(one_process):
     """Builds a run that has no weights yet."""
 
-    def build(method="trace", hint_folder=None, max_hint_bytes=None, **changes):
+    def build(method="trace", hint_folder=None, max_hint_bytes=None, hint_reader="auto", **changes):
         trace = TraceConfig(
             method=method,
             hint_layers="all",
@@ -52,6 +52,7 @@ def build(one_process):
             tokenizer=TOKENIZER,
             hint_folder=hint_folder,
             max_hint_bytes=max_hint_bytes,
+            hint_reader=hint_reader,
         )
 
     return build

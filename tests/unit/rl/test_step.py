@@ -413,11 +413,17 @@ def test_bad_settings_raise(started, change, message):
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"micro_batch_samples": 3}, {"updates_per_rollout": 2}], ids=str
+    ("changes", "files"),
+    [
+        ({}, {}),
+        ({"micro_batch_samples": 3}, {"hint_reader": "process"}),
+        ({"updates_per_rollout": 2}, {}),
+    ],
+    ids=str,
 )
-def test_hints_in_files_give_the_same_step_as_hints_in_memory(started, tmp_path, changes):
+def test_hints_in_files_give_the_same_step_as_hints_in_memory(started, tmp_path, changes, files):
     in_memory = [rl_step(run) for run in [started(**changes)] for _ in range(2)]
-    run = started(hint_folder=tmp_path, **changes)
+    run = started(hint_folder=tmp_path, **files, **changes)
     in_files = [rl_step(run) for _ in range(2)]
     for a, b in zip(in_memory, in_files, strict=True):
         a, b = dict(a), dict(b)
@@ -426,6 +432,8 @@ def test_hints_in_files_give_the_same_step_as_hints_in_memory(started, tmp_path,
     # Trained samples are expired; what is left is nothing.
     assert run.store.sample_ids() == ()
     run.store.close()
+    if run.process is not None:
+        run.process.close()
 
 
 def test_hints_in_files_are_in_memory_as_far_as_the_bound_allows(started, tmp_path, monkeypatch):
@@ -454,8 +462,12 @@ def test_hints_of_a_step_beyond_the_bound_are_refused(started, tmp_path):
         rl_step(run)
 
 
+@pytest.mark.parametrize("setting", [{"max_hint_bytes": 8}, {"hint_reader": "process"}])
 @pytest.mark.parametrize("changes", [{}, {"hint_folder": "hints", "updates_per_rollout": 2}])
-def test_a_bound_without_effect_is_refused(build, changes, tmp_path, monkeypatch):
+def test_settings_of_reading_ahead_without_effect_are_refused(
+    build, setting, changes, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match="max_hint_bytes=8 has no effect"):
-        build(max_hint_bytes=8, **changes)
+    ((name, value),) = setting.items()
+    with pytest.raises(ValueError, match=f"{name}={value} has no effect"):
+        build(**setting, **changes)

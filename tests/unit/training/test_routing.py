@@ -8,9 +8,12 @@ import pytest
 import torch
 from megatron.core.transformer.moe.router_replay import RouterReplay
 
+from megatron_trace.hints.types import Site
 from megatron_trace.models.routing import replay_instances
 from megatron_trace.testing.assertions import tolerance
 from megatron_trace.testing.recorded_samples import random_samples
+from megatron_trace.testing.tiny_trainer import recorded_rollout
+from megatron_trace.training.batch_rows import slot_order
 from megatron_trace.training.even_experts import even_experts
 from megatron_trace.training.micro_batch import make_micro_batch
 from megatron_trace.training.model import token_logprobs
@@ -165,6 +168,31 @@ def test_an_overloaded_expert_gets_no_padding():
 def test_more_experts_per_row_than_there_are_is_refused():
     with pytest.raises(ValueError, match="5 distinct experts"):
         even_experts(torch.zeros(4, dtype=torch.int64), 2, 5)
+
+
+def test_slots_are_sorted_by_expert_and_row():
+    experts = torch.stack([torch.randperm(300)[:4] for _ in range(500)])
+    order = slot_order(experts)
+    assert order.dtype == torch.int32
+    assert torch.equal(order.long(), experts.flatten().sort(stable=True).indices)
+
+
+def test_slots_that_were_sorted_on_the_host_get_the_hints_that_the_device_would_sort(build):
+    rolled = recorded_rollout(sites=("fc1", "fc2", "k", "v"))
+    model, sites = build("trace", settings=rolled.settings, hint_sites=("fc1", "fc2", "k", "v"))
+    micro_batch = make_micro_batch(rolled.samples, rolled.store, sites)
+    assert set(micro_batch.slot_orders) == set(sites.shape.moe_layers)
+    found, counts = [], []
+    for of in (micro_batch, replace(micro_batch, slot_orders={})):
+        sites.reset_report()
+        with torch.no_grad(), sites.micro_batch(of):
+            found.append(token_logprobs(model, sites, of))
+        counts.append(sites.report().sites)
+    assert torch.equal(*found)
+    assert counts[0] == counts[1]
+    fc2 = counts[0][Site.FC2]
+    assert fc2.guided == sum(of.num_rows for of in rolled.samples) * 2 * sites.shape.top_k
+    assert fc2.missing == fc2.rejected == 0 < fc2.padding
 
 
 def test_padding_experts_do_not_change_real_rows(build):
