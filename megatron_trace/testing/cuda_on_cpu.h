@@ -220,6 +220,19 @@ inline uint32_t times(uint32_t a, uint32_t b) {
     return result;
 }
 
+// An 8 x 8 matrix of 16-bit numbers, a row in four neighbouring lanes, transposed.
+inline uint32_t transposed(uint32_t row) {
+    uint32_t all[32];
+    exchange(row, 0, all);
+    int lane = current->index.x % 32;
+    uint32_t result = 0;
+    for (int i = 0; i < 2; ++i) {
+        uint32_t pair = all[(lane % 4 * 2 + i) * 4 + lane / 8];
+        result |= (pair >> 16 * (lane / 4 % 2) & 0xFFFF) << 16 * i;
+    }
+    return result;
+}
+
 inline uint32_t scales_of(uint32_t two_bytes) {
     uint32_t result = 0;
     for (int i = 0; i < 2; ++i) {
@@ -303,6 +316,13 @@ T __shfl_up_sync(unsigned, T value, int by) {
     return on_cpu::exchange(value, lane >= by ? lane - by : lane);
 }
 
+inline bool __all_sync(unsigned, bool value) {
+    bool all[32], result = true;
+    on_cpu::exchange(value, 0, all);
+    for (bool one : all) result = result && one;
+    return result;
+}
+
 inline void __syncthreads() {
     on_cpu::Block& block = on_cpu::blocks[on_cpu::current->block];
     unsigned turn = block.turn;
@@ -342,5 +362,11 @@ inline float __uint_as_float(uint32_t bits) {
     return x;
 }
 
+inline uint32_t __umulhi(uint32_t a, uint32_t b) {
+    return static_cast<uint32_t>(static_cast<uint64_t>(a) * b >> 32);
+}
+
 inline float __fdiv_rn(float a, float b) { return a / b; }
 inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fadd_rn(float a, float b) { return a + b; }
+inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }

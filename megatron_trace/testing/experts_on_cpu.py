@@ -31,7 +31,7 @@ BODIES = {
     "scales_of": "return on_cpu::scales_of(two_bytes);",
     "multiply_add": "on_cpu::multiply_add(c, a0, a1, a2, a3, b0, b1);",
     "pair_of": 'on_cpu::fail("pair_of is not translated");',
-    "transposed": 'on_cpu::fail("transposed is not translated");',
+    "transposed": "return on_cpu::transposed(row);",
     "exp2_of": 'on_cpu::fail("exp2_of is not translated");',
     "copy_async": 'on_cpu::fail("copy_async is not translated");',
     "barrier_init": "on_cpu::barrier_init(barrier);",
@@ -45,10 +45,16 @@ BODIES = {
     "fetch_map": "",
     "taken_before": "return (*count)++;",
     "max_of": "return a != a || b != b ? __uint_as_float(0x7FC00000u) : a > b ? a : b;",
+    "min_of": "return a != a || b != b ? __uint_as_float(0x7FC00000u) : a < b ? a : b;",
+    "about_one_over": "return 1.0f / b;",
     "copy_box": "on_cpu::copy_box(to, reinterpret_cast<const on_cpu::Map&>(map), column, row, "
     "depth, barrier);",
     "add_released": "++*count;",
     "load_acquired": "return *count;",
+    "load_acquired_here": "return *from;",
+    "store_released": "*to = value;",
+    "load_both": "return *from;",
+    "store_both": "*to = value;",
     "load_16": "uint4 r; std::memcpy(&r, on_cpu::shared(from, 16), 16); return r;",
     "load_4": "uint32_t r; std::memcpy(&r, on_cpu::shared(from, 4), 4); return r;",
     "load_operands": "std::memcpy(&to, from + WORD * 4, 16);",
@@ -62,6 +68,57 @@ OTHER_BODIES = {
     "sizeof map); std::memcpy(&map, &described, sizeof described); return true;",
     "launch_after": "return on_cpu::launch(kernel, blocks, threads, shared_bytes, parameters...);",
 }
+# What a test calls besides the source's own entry: a switch, and how often numbers that a kernel
+# gets without dividing are not those of a division, among all BF16 magnitudes.
+ENTRIES = """
+extern "C" void set_late_copies(int late) { on_cpu::late_copies = late; }
+
+extern "C" int codes_unlike_division(const float* divisors, int count) {
+    const float midpoints[] = {0.25f, 0.75f, 1.25f, 1.75f, 2.5f, 3.5f, 5.0f};
+    int wrong = 0;
+    for (int i = 0; i < count; ++i) {
+        Divisor divisor(divisors[i]);
+        for (uint32_t bits = 0; bits < 65536; ++bits) {
+            float x = __uint_as_float(bits << 16), quotient = std::fabs(x) / divisors[i];
+            uint32_t code = 0;
+            for (int j = 0; j < 7; ++j)
+                code += !(j % 2 ? quotient < midpoints[j] : quotient <= midpoints[j]);
+            wrong += divisor.code_of(x) != (code | bits >> 15 << 3);
+        }
+    }
+    return wrong;
+}
+
+extern "C" int scales_unlike_division(const float* globals, int count) {
+    int wrong = 0;
+    for (int i = 0; i < count; ++i) {
+        for (uint32_t bits = 0; bits < 32768; ++bits) {
+            float amax = __uint_as_float(bits << 16), effective;
+            float scale = amax / (globals[i] * 6.0f);
+            scale = scale < 0x1p-9f ? 0x1p-9f : scale > 448.0f ? 448.0f : scale;
+            uint32_t byte = __nv_cvt_float_to_fp8(scale, __NV_SATFINITE, __NV_E4M3) & 0x7F;
+            float expected = on_cpu::half_of(on_cpu::scales_of(byte), 0) * globals[i];
+            if (amax == 0.0f || expected == 0.0f) byte = 0, expected = 0.0f;
+            wrong += block_scale(amax, globals[i], effective) != byte ||
+                     (effective != expected && effective == effective);
+        }
+    }
+    return wrong;
+}
+
+extern "C" int swish_unlike_division() {
+    int wrong = 0;
+    for (uint32_t bits = 0; bits < 65536; ++bits) {
+        float gate = __uint_as_float(bits << 16), divisor = 1.0f + std::exp(-gate);
+        if (!is_plain(gate)) continue;
+        for (int step = -2; step <= 2; ++step) {
+            float near = __uint_as_float(__float_as_uint(divisor) + step);
+            if (near >= 1.0f) wrong += quotient(gate, near, reciprocal(near)) != gate / near;
+        }
+    }
+    return wrong;
+}
+"""
 _FUNCTION = re.compile(r"\b(\w+)\([^()]*(?:\([^()]*\)[^()]*)*\)\s*(?:const\s*)?\{")
 
 
@@ -126,9 +183,8 @@ def build(folder: Path, num_warps: int) -> ctypes.CDLL:
     )
     text = text.replace("__shared__", "static")
     text = re.sub(r"cudaFuncSetAttribute\([^;]*\);", "cudaSuccess;", text)
-    switch = 'extern "C" void set_late_copies(int late) { on_cpu::late_copies = late; }\n'
     program = folder / "experts_on_cpu.cpp"
-    program.write_text(f'#include "{HEADER}"\n{text}\n{switch}')
+    program.write_text(f'#include "{HEADER}"\n{text}\n{ENTRIES}')
     library = folder / "experts_on_cpu.so"
     command = ["g++", "-O1", "-std=c++17", "-w", "-shared", "-fPIC", "-ffp-contract=off"]
     command += ["-fno-strict-aliasing", f"-I{_headers()}", f"-DEXPERT_WARPS={num_warps}"]

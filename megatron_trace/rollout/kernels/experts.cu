@@ -17,7 +17,7 @@
 //
 // `multiply` is bound by what its warps issue and wait for, not by memory: three warps of a
 // scheduler share its time. So nothing may be spilled, the copy engine computes the addresses, and
-// the loops are short enough for the instruction cache.
+// the program is short enough for the instruction cache.
 //
 // Weight rows are the rows of an MMA and tokens its columns. Thread t of 4 holds 64 neighbouring
 // columns out of 256, as they are stored. Operands of tokens lie in memory as FP16 in that order:
@@ -56,6 +56,7 @@ constexpr int CODE_BYTES = ROWS * CHUNK / 2;
 constexpr int SCALE_BYTES = ROWS * 2 * CHUNK / 16;  // of two chunks: whole sectors
 constexpr int RING_BYTES = STAGES * CODE_BYTES + 2 * SCALE_BYTES;
 constexpr int SHARED_BYTES = WARPS * (RING_BYTES + STAGES * 8);
+constexpr int FREE_ROUNDS = 4;                // of fc2, whose items are not dealt out
 constexpr int PREPARE_THREADS = 1024;
 constexpr int MAX_SLOTS = 16 * PREPARE_THREADS;
 constexpr int COMBINE_THREADS = 256;
@@ -87,6 +88,8 @@ struct Arguments {
     int* counts;                   // groups; items of fc1 done; of fc2 taken; of fc1 done by group
     int num_tokens, num_slots, num_experts, hidden, width;
     float tokens_of_slot;          // 1 / k
+    int items1, items2;            // of a group
+    uint32_t inverse1, inverse2;   // 2^32 over these, rounded up
 };
 
 __device__ __forceinline__ void wait_for_previous() {
@@ -117,40 +120,81 @@ __device__ __forceinline__ float max_of(float a, float b) {
     return r;
 }
 
+__device__ __forceinline__ float min_of(float a, float b) {
+    float r;
+    asm("min.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
+    return r;
+}
+
+__device__ __forceinline__ float about_one_over(float b) {
+    float r;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(b));
+    return r;
+}
+
+// What `__fdiv_rn` does where no number is tiny or huge, which it asks beforehand: to refine the
+// machine's reciprocal, and a product with it.
+__device__ __forceinline__ float reciprocal(float b) {
+    float r = about_one_over(b);
+    return __fmaf_rn(__fmaf_rn(-b, r, 1.0f), r, r);
+}
+
+// a / b, `r` being `reciprocal(b)`.
+__device__ __forceinline__ float quotient(float a, float b, float r) {
+    float q = __fmul_rn(a, r);
+    return __fmaf_rn(__fmaf_rn(-b, q, a), r, q);
+}
+
+constexpr float SMALL = 8.673617e-19f;  // 2^-60
+
+// Divides by a positive number without a branch: it and what is divided are brought near 1.
+struct Divisor {
+    float power, scaled, inverse;
+
+    __device__ __forceinline__ explicit Divisor(float b) {
+        uint32_t exponent = min(__float_as_uint(b) >> 23, 253u);
+        power = __uint_as_float((254u - exponent) << 23);
+        scaled = __fmul_rn(b, power);
+        inverse = reciprocal(scaled);
+    }
+
+    // Magnitudes whose quotient is at most 2^-20 may give anything as small.
+    __device__ __forceinline__ float divide(float magnitude) const {
+        return quotient(__fmul_rn(magnitude, power), scaled, inverse);
+    }
+
+    // To nearest, ties to the even code; 7 for NaN; anything where the divisor is 0.
+    __device__ __forceinline__ uint32_t code_of(float x) const {
+        // As codes go: steps of 1/2 below 2, of 1 below 4, then of 2.
+        float magnitude = fminf(divide(fabsf(x)), 6.0f);
+        uint32_t exponent = __float_as_uint(fmaxf(magnitude, 1.0f)) & 0x7F800000u;
+        float grid = __uint_as_float(exponent + (22u << 23));
+        uint32_t steps = __float_as_uint(__fadd_rn(magnitude, grid)) - __float_as_uint(grid);
+        return (steps + (exponent >> 22) - 254u) | (__float_as_uint(x) >> 31 << 3);
+    }
+};
+
 // The block scale of a largest magnitude, and what codes are multiplied by (0 for code 0 only).
-__device__ __forceinline__ uint32_t scale_byte(float amax, float global, float& effective) {
-    float quotient = __fdiv_rn(amax, __fmul_rn(global, 6.0f));
-    quotient = quotient < 0.001953125f ? 0.001953125f : quotient;
-    quotient = quotient > 448.0f ? 448.0f : quotient;
-    uint32_t byte = __nv_cvt_float_to_fp8(quotient, __NV_SATFINITE, __NV_E4M3) & 0x7F;
+__device__ __forceinline__ uint32_t block_scale(float amax, float global, float& effective) {
+    Divisor divisor(fmaxf(__fmul_rn(global, 6.0f), 1e-45f));
+    // Infinity over anything is not a number in `quotient`.
+    float scaled = min_of(__fmul_rn(amax, divisor.power), 1e30f);
+    float scale = quotient(scaled, divisor.scaled, divisor.inverse);
+    scale = scale < 0.001953125f ? 0.001953125f : scale;
+    scale = scale > 448.0f ? 448.0f : scale;
+    uint32_t byte = __nv_cvt_float_to_fp8(scale, __NV_SATFINITE, __NV_E4M3) & 0x7F;
     uint32_t pair = scales_of(byte);
     effective = __fmul_rn(__low2float(*reinterpret_cast<__half2*>(&pair)), global);
-    if (amax == 0.0f || effective == 0.0f) {
-        effective = 0.0f;
-        return 0;
-    }
-    return byte;
+    if (amax == 0.0f) effective = 0.0f;
+    return effective == 0.0f ? 0 : byte;
 }
 
-// To nearest, ties to the even code; 7 for NaN.
-__device__ __forceinline__ uint32_t code_of(float x, float effective) {
-    if (effective == 0.0f) return 0;
-    float a = __fdiv_rn(fabsf(x), effective);
-    uint32_t code = !(a <= 0.25f);
-    code += !(a < 0.75f);
-    code += !(a <= 1.25f);
-    code += !(a < 1.75f);
-    code += !(a <= 2.5f);
-    code += !(a < 3.5f);
-    code += !(a <= 5.0f);
-    return code | (__float_as_uint(x) >> 31 << 3);
-}
-
-// Two codes times a scale byte, as `decode` and `scales_of` have them.
-__device__ __forceinline__ uint32_t operand_pair(uint32_t low, uint32_t high, uint32_t byte) {
-    uint32_t codes = low | (high << 16);
-    return times((codes & 0x00080008u) << 12 | (codes & 0x00070007u) << 9,
-                 low_twice(scales_of(byte)));
+// Eight codes times their block scale, as `multiply` takes them.
+__device__ __forceinline__ uint4 scaled_operands(uint32_t word, uint32_t byte) {
+    uint32_t pairs[4], twice = low_twice(scales_of(byte));
+    decode(word, pairs);
+    return make_uint4(times(pairs[0], twice), times(pairs[1], twice), times(pairs[2], twice),
+                      times(pairs[3], twice));
 }
 
 // Whether a slot has an expert.
@@ -170,15 +214,18 @@ __device__ void sort_slots(const Arguments& a) {
     int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
     sizes[thread] = 0;
     __syncthreads();
-    // The expert of each of the thread's slots (-1: none), and its rank among the slots of it.
-    int own_experts[MAX_SLOTS / PREPARE_THREADS], ranks[MAX_SLOTS / PREPARE_THREADS];
+    // Of each of the thread's slots the expert and, in the low half, its rank in it; -1: none.
+    int places[MAX_SLOTS / PREPARE_THREADS];
 #pragma unroll
     for (int i = 0; i < MAX_SLOTS / PREPARE_THREADS; ++i) {
         if (i * PREPARE_THREADS >= a.num_slots) break;
         int slot = i * PREPARE_THREADS + thread;
         int64_t expert = slot < a.num_slots ? a.experts[slot] : -1;
-        own_experts[i] = is_routed(a, expert) ? static_cast<int>(expert) : -1;
-        if (own_experts[i] >= 0) ranks[i] = atomicAdd(&sizes[own_experts[i]], 1);
+        places[i] = -1;
+        if (is_routed(a, expert)) {
+            int own = static_cast<int>(expert);
+            places[i] = own << 16 | atomicAdd(&sizes[own], 1);
+        }
     }
     __syncthreads();
     int size = sizes[thread], num_groups = (size + GROUP_SLOTS - 1) / GROUP_SLOTS;
@@ -210,13 +257,13 @@ __device__ void sort_slots(const Arguments& a) {
 #pragma unroll
     for (int i = 0; i < MAX_SLOTS / PREPARE_THREADS; ++i) {
         if (i * PREPARE_THREADS >= a.num_slots) break;
-        if (own_experts[i] >= 0)
-            a.order[starts[own_experts[i]] + ranks[i]] = i * PREPARE_THREADS + thread;
+        if (places[i] >= 0)
+            a.order[starts[places[i] >> 16] + (places[i] & 0xFFFF)] = i * PREPARE_THREADS + thread;
     }
 }
 
 // Quantises eight neighbouring values of a token, half a block; the lane beside has the other half.
-__device__ __forceinline__ void quantise_eighth(const Arguments& a, int64_t index) {
+__device__ __forceinline__ void quantise_eighth(const Arguments& a, int index) {
     uint4 eight = reinterpret_cast<const uint4*>(a.x)[index];
     float values[8];
     const auto* pairs = reinterpret_cast<const __nv_bfloat162*>(&eight);
@@ -230,19 +277,15 @@ __device__ __forceinline__ void quantise_eighth(const Arguments& a, int64_t inde
     }
     amax = max_of(amax, __shfl_xor_sync(~0u, amax, 1));
     float effective;
-    uint32_t byte = scale_byte(amax, *a.input_global1, effective);
-    uint32_t codes[8], word = 0;
+    uint32_t byte = block_scale(amax, *a.input_global1, effective), word = 0;
+    Divisor divisor(effective);
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-        codes[i] = code_of(values[i], effective);
-        word |= codes[i] << (4 * i);
-    }
-    int64_t token = index / (a.hidden / 8);
-    int column = static_cast<int>(index % (a.hidden / 8)) * 8;
-    auto* operands = reinterpret_cast<uint8_t*>(a.operands1 + token * a.hidden);
-    *reinterpret_cast<uint4*>(operands + operand_offset(column)) =
-        make_uint4(operand_pair(codes[0], codes[4], byte), operand_pair(codes[1], codes[5], byte),
-                   operand_pair(codes[2], codes[6], byte), operand_pair(codes[3], codes[7], byte));
+    for (int i = 0; i < 8; ++i) word |= divisor.code_of(values[i]) << (4 * i);
+    if (effective == 0.0f) word = 0;
+    int token = index / (a.hidden / 8), column = index % (a.hidden / 8) * 8;
+    auto* operands =
+        reinterpret_cast<uint8_t*>(a.operands1 + static_cast<int64_t>(token) * a.hidden);
+    *reinterpret_cast<uint4*>(operands + operand_offset(column)) = scaled_operands(word, byte);
     reinterpret_cast<uint32_t*>(a.input_codes1)[index] = word;
     if (index % 2 == 0) a.input_scales1[index / 2] = static_cast<uint8_t>(byte);
 }
@@ -256,10 +299,10 @@ __global__ void __launch_bounds__(PREPARE_THREADS)
         return;
     }
     // Neighbouring warps lie in different blocks: few tokens spread over the multiprocessors.
-    int64_t warp = static_cast<int64_t>(threadIdx.x / 32) * (gridDim.x - 1) + blockIdx.x - 1;
-    int64_t step = static_cast<int64_t>(gridDim.x - 1) * PREPARE_THREADS;
-    int64_t num_eighths = static_cast<int64_t>(a.num_tokens) * (a.hidden / 8);
-    for (int64_t i = warp * 32 + threadIdx.x % 32; i < num_eighths; i += step)
+    int warp = static_cast<int>(threadIdx.x / 32 * (gridDim.x - 1) + blockIdx.x - 1);
+    int step = static_cast<int>((gridDim.x - 1) * PREPARE_THREADS);
+    int num_eighths = a.num_tokens * (a.hidden / 8);
+    for (int i = warp * 32 + static_cast<int>(threadIdx.x) % 32; i < num_eighths; i += step)
         quantise_eighth(a, i);
 }
 
@@ -267,9 +310,8 @@ enum class Part { FC1, FC2, NONE };
 
 // Which items there are. Those of fc1 are dealt out beforehand: full rounds of all warps give
 // neighbouring items to the warps of a block, which then read the same tokens, and the last round
-// spreads over the blocks. A warp's first item of fc2 is dealt out too, those who are not in
-// fc1's last round first; from then on whoever is free takes the next one, since items differ in
-// the slots that they have.
+// spreads over the blocks. So are those of fc2, first to those who are not in fc1's last round; in
+// its last rounds whoever is free takes the next one, since items differ in the slots they have.
 struct Schedule {
     int num_groups;
 
@@ -277,18 +319,9 @@ struct Schedule {
         return static_cast<int>(gridDim.x) * WARPS;
     }
 
-    // Items of a group.
-    __device__ __forceinline__ int each(const Arguments& a, Part part) const {
-        return part == Part::FC1 ? a.width / (ROWS / 2) : a.hidden / ROWS;
-    }
-
-    __device__ __forceinline__ int rest(const Arguments& a) const {
-        return num_groups * each(a, Part::FC1) % num_warps();
-    }
-
     // The item of fc1 of a round, or -1.
     __device__ __forceinline__ int dealt(const Arguments& a, int round) const {
-        int num_items = num_groups * each(a, Part::FC1);
+        int num_items = num_groups * a.items1;
         int warp = static_cast<int>(threadIdx.x) / 32, block = static_cast<int>(blockIdx.x);
         bool full = (round + 1) * num_warps() <= num_items;
         int index = round * num_warps() + (full ? block * WARPS + warp
@@ -298,7 +331,8 @@ struct Schedule {
 
     __device__ __forceinline__ int first_of_fc2(const Arguments& a) const {
         int warp = static_cast<int>(threadIdx.x) / 32;
-        int place = warp * static_cast<int>(gridDim.x) + static_cast<int>(blockIdx.x) - rest(a);
+        int rest = num_groups * a.items1 % num_warps();
+        int place = warp * static_cast<int>(gridDim.x) + static_cast<int>(blockIdx.x) - rest;
         return place < 0 ? place + num_warps() : place;
     }
 };
@@ -322,12 +356,13 @@ __device__ __forceinline__ void copy_box(
         : "memory");
 }
 
-// `atomicAdd` of 1 by one lane, whose result the compiler does not wait for until it is used.
+// `atomicAdd` of 1 by one lane, whose result is not waited for until it is used: of additions the
+// compiler would make one for the warp, and hand its result around at once.
 __device__ __forceinline__ int taken_before(int* count) {
     int before;
-    asm volatile("atom.relaxed.gpu.global.add.s32 %0, [%1], 1;"
+    asm volatile("atom.relaxed.gpu.global.inc.u32 %0, [%1], %2;"
                  : "=r"(before)
-                 : "l"(count)
+                 : "l"(count), "r"(0x7FFFFFFF)
                  : "memory");
     return before;
 }
@@ -348,53 +383,64 @@ __device__ __forceinline__ int load_acquired(const int* count) {
 struct Loader {
     Schedule schedule;
     uint32_t ring, barriers;
-    int lane, stage = 0, scale_stage = 1;
+    int lane, first_of_fc2, stage = 0, scale_stage = 1;
     // The item that is being filled in.
     Part part = Part::NONE;
     int position = 0, num_stages = 0, row = 0, group = 0, expert = 0, num_slots = 0;
     float global = 0.0f;
     int slots[GROUP_SLOTS / 8];  // of token lane / 4 of each eight; -1: none
-    // The item after it: twice its index, and 1 if it is one of fc2; -1: none. Of its group, lanes
-    // 0 to 2 have the three numbers.
-    int next = -1, next_info = 0;
-    // How many of its rounds of fc1 a warp has taken. After them -1 minus the index of the item of
-    // fc2 that comes after the next one, in lane 0, and anything negative in the others.
-    int turn = 0;
+    // The item after it. Of its group, lanes 0 to 2 have the three numbers.
+    Part next_part = Part::NONE;
+    int next_row = 0, next_group = 0, next_info = 0;
+    // Rounds of fc1 that were dealt, and the item of the round after them, or -1.
+    int num_rounds = 0, dealt = -1;
+    // In lane 0, once nothing of fc1 is left: the item of fc2 after the next one. Rounds of fc2
+    // that the warp has taken, and those that are dealt out.
+    int ticket = -1, fc2_round = 0, dealt_rounds;
+
+    __device__ __forceinline__ void start(const Arguments& a) {
+        dealt = schedule.dealt(a, 0);
+        if (dealt < 0) take_ticket(a);
+        look_ahead(a);
+    }
 
     __device__ __forceinline__ void take_ticket(const Arguments& a) {
-        int before = turn;
-        turn = -1;
-        if (lane == 0)
-            turn -= before >= 0 ? schedule.first_of_fc2(a)
-                                : schedule.num_warps() + taken_before(a.counts + 2);
+        if (fc2_round < dealt_rounds)
+            ticket = fc2_round == 0 ? first_of_fc2
+                                    : fc2_round * schedule.num_warps() +
+                                          static_cast<int>(blockIdx.x) * WARPS +
+                                          static_cast<int>(threadIdx.x) / 32;
+        else if (lane == 0)
+            ticket = dealt_rounds * schedule.num_warps() + taken_before(a.counts + 2);
+        ++fc2_round;
     }
 
     __device__ __forceinline__ void look_ahead(const Arguments& a) {
-        int index = turn < 0 ? -1 : schedule.dealt(a, turn);
-        bool second = index < 0;
-        if (second) {
-            index = -1 - __shfl_sync(~0u, turn, 0);
-            if (index >= schedule.num_groups * schedule.each(a, Part::FC2)) {
-                next = -1;
+        bool first = dealt >= 0;
+        int index = dealt;
+        if (first) {
+            dealt = schedule.dealt(a, ++num_rounds);
+        } else {
+            index = __shfl_sync(~0u, ticket, 0);
+            if (index >= schedule.num_groups * a.items2) {
+                next_part = Part::NONE;
                 return;
             }
-        } else {
-            ++turn;
         }
-        next = 2 * index + second;
-        const int4* info = a.groups + index / schedule.each(a, second ? Part::FC2 : Part::FC1);
-        if (lane < 3) next_info = reinterpret_cast<const int*>(info)[lane];
+        next_part = first ? Part::FC1 : Part::FC2;
+        next_group = static_cast<int>(__umulhi(index, first ? a.inverse1 : a.inverse2));
+        next_row = (index - next_group * (first ? a.items1 : a.items2)) * (first ? ROWS / 2 : ROWS);
+        if (lane < 3) next_info = reinterpret_cast<const int*>(a.groups + next_group)[lane];
     }
 
     __device__ __forceinline__ void advance(const Arguments& a) {
-        part = next < 0 ? Part::NONE : next % 2 ? Part::FC2 : Part::FC1;
+        part = next_part;
         position = num_stages = 0;
         if (part == Part::NONE) return;
         bool first = part == Part::FC1;
-        num_stages = (first ? a.hidden : a.width) / CHUNK;
-        int each = schedule.each(a, part);
-        group = next / 2 / each;
-        row = next / 2 % each * (first ? ROWS / 2 : ROWS);
+        num_stages = static_cast<uint32_t>(first ? a.hidden : a.width) / CHUNK;
+        group = next_group;
+        row = next_row;
         expert = __shfl_sync(~0u, next_info, 0);
         global = (first ? a.globals1 : a.globals2)[expert];
         int first_place = __shfl_sync(~0u, next_info, 1);
@@ -404,7 +450,7 @@ struct Loader {
             int place = n * 8 + lane / 4;
             slots[n] = place < num_slots ? a.order[first_place + place] : -1;
         }
-        if (turn < 0 || schedule.dealt(a, turn) < 0) take_ticket(a);
+        if (dealt < 0) take_ticket(a);
     }
 
     __device__ __forceinline__ void load(const Arguments& a, const Maps& maps) {
@@ -478,10 +524,10 @@ __device__ __forceinline__ void load_operands(uint4& to, const uint4* from) {
 // Where a lane's operands are of a token. Where there is none they are those of the group's first
 // token: of the columns of an MMA that have no token nothing is stored.
 __device__ __forceinline__ const uint4* operands_of(
-    const Arguments& a, Part part, const int (&slots)[GROUP_SLOTS / 8], int n, int lane) {
-    bool first = part == Part::FC1;
-    int other = __shfl_sync(~0u, slots[0], 0);
-    int row = slots[n] >= 0 ? slots[n] : other;
+    const Arguments& a, const Item& item, int n, int lane) {
+    bool first = item.part == Part::FC1;
+    int other = __shfl_sync(~0u, item.slots[0], 0);
+    int row = item.slots[n] >= 0 ? item.slots[n] : other;
     // Exact, as there are at most MAX_SLOTS.
     if (first) row = static_cast<int>((static_cast<float>(row) + 0.5f) * a.tokens_of_slot);
     return reinterpret_cast<const uint4*>(first ? a.operands1 : a.operands2) +
@@ -516,28 +562,32 @@ __device__ __forceinline__ void load_part(Operands& operands, const uint4* const
     }
 }
 
-// Loads the first part of the item that the ring is filled with.
-__device__ __forceinline__ void begin(
-    const Arguments& a, const Loader& loader, Operands& operands) {
-    const uint4* first[1] = {operands_of(a, loader.part, loader.slots, 0, loader.lane)};
-    if (loader.num_slots <= 8) {
-        load_part<1, 0>(operands, first);
-    } else {
-        const uint4* both[2] = {first[0],
-                                operands_of(a, loader.part, loader.slots, 1, loader.lane)};
-        load_part<2, 0>(operands, both);
+// Until fc1 is done for a group.
+__device__ __forceinline__ void await_fc1(
+    const Arguments& a, int group, const Loader& loader, bool& all_done) {
+    if (all_done) return;
+    bool done = false;
+    while (!done) {
+        int count = 0;
+        if (loader.lane < 2) count = load_acquired(a.counts + (loader.lane == 0 ? 1 : 3 + group));
+        all_done = __shfl_sync(~0u, count, 0) == loader.schedule.num_groups * a.items1;
+        done = all_done || __shfl_sync(~0u, count, 1) == a.items1;
+        if (!done) __nanosleep(40);
     }
+    __syncwarp();
 }
 
 // sums += weights of an item times its tokens. Sums are in units of 2^-28.
 template <int NT>
 __device__ __forceinline__ void multiply(
     const Arguments& a, const Maps& maps, const Item& item, Loader& loader, Reader& reader,
-    Operands& operands, float (&sums)[2][NT][4]) {
+    float (&sums)[2][2][4]) {
     int lane = loader.lane, g = lane / 4, t = lane % 4;
     const uint4* from[NT];
 #pragma unroll
-    for (int n = 0; n < NT; ++n) from[n] = operands_of(a, item.part, item.slots, n, lane);
+    for (int n = 0; n < NT; ++n) from[n] = operands_of(a, item, n, lane);
+    Operands operands{};
+    load_part<NT, 0>(operands, from);
 #pragma unroll 1
     for (int step = 0; step < item.num_stages; ++step) {
         barrier_wait(loader.barriers + reader.stage * 8, reader.parity);
@@ -573,8 +623,8 @@ __device__ __forceinline__ void multiply(
 #pragma unroll
             for (int m = 0; m < 2; ++m) {
                 uint4 p = words[m][0], q = words[m][1];
-                sums[m][0][unit] += __uint_as_float(p.x ^ p.y ^ p.z ^ p.w ^ pair[m][0]);
-                sums[m][0][2 + unit] += __uint_as_float(q.x ^ q.y ^ q.z ^ q.w ^ pair[m][1]);
+                sums[0][m][unit] += __uint_as_float(p.x ^ p.y ^ p.z ^ p.w ^ pair[m][0]);
+                sums[0][m][2 + unit] += __uint_as_float(q.x ^ q.y ^ q.z ^ q.w ^ pair[m][1]);
             }
 #else
 #pragma unroll
@@ -607,9 +657,9 @@ __device__ __forceinline__ void multiply(
 #pragma unroll
                     for (int n = 0; n < NT; ++n) {
                         const uint4& token = operands[place_of<NT>(word, n)];
-                        multiply_add(sums[m][n], pairs[0][0], pairs[1][0], pairs[0][1],
+                        multiply_add(sums[n][m], pairs[0][0], pairs[1][0], pairs[0][1],
                                      pairs[1][1], token.x, token.y);
-                        multiply_add(sums[m][n], pairs[0][2], pairs[1][2], pairs[0][3],
+                        multiply_add(sums[n][m], pairs[0][2], pairs[1][2], pairs[0][3],
                                      pairs[1][3], token.z, token.w);
                     }
                 }
@@ -619,110 +669,106 @@ __device__ __forceinline__ void multiply(
     }
 }
 
-__device__ __forceinline__ float rounded(float x) {
-    return __bfloat162float(__float2bfloat16_rn(x));
+// Both rounded to BF16.
+__device__ __forceinline__ float2 rounded(float first, float second) {
+    return __bfloat1622float2(__floats2bfloat162_rn(first, second));
 }
 
-// SwiGLU of 16 neighbouring values of fc2's input, quantised and recorded.
-template <int NT>
+// Rows 2 t and 2 t + 1 of token g, from row g of tokens 2 t and 2 t + 1.
+__device__ __forceinline__ __nv_bfloat162 rows_of_token(float first, float second) {
+    __nv_bfloat162 pair = __floats2bfloat162_rn(first, second);
+    uint32_t result = transposed(*reinterpret_cast<uint32_t*>(&pair));
+    return *reinterpret_cast<__nv_bfloat162*>(&result);
+}
+
+// Whether `quotient` divides a number by 1 + exp(-number) as `/` does.
+__device__ __forceinline__ bool is_plain(float gate) {
+    return fabsf(gate) >= SMALL && fabsf(gate) <= 60.0f;
+}
+
+// SwiGLU of 16 neighbouring values of fc2's input, quantised and recorded, for eight tokens.
 __device__ __forceinline__ void finish_fc1(
-    const Arguments& a, const Item& item, int lane, float factor, float global,
-    float (&sums)[2][NT][4]) {
-    int own_slot = item.slots[0];
-    int g = lane / 4, t = lane % 4;
-// Not unrolled, as a program that is too long for the instruction cache is slower.
-#pragma unroll 1
-    for (int n = 0; n < NT; ++n) {
-        uint32_t codes[2][2], words[2][2], bytes[2];
-        int slots[2];
-        float values[2][2];
+    const Arguments& a, const Item& item, int slot, int lane, float factor, float global,
+    const float (&sums)[2][4]) {
+    int t = lane % 4;
+    // Of a token, values 8 m + 2 t and the one after it.
+    __nv_bfloat162 values[2];
+    float gates[2][2], ups[2][2];
+    bool plain = true;
+#pragma unroll
+    for (int m = 0; m < 2; ++m) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            slots[i] = __shfl_sync(~0u, own_slot, (2 * t + i) * 4);
-            float amax = 0.0f;
-#pragma unroll
-            for (int m = 0; m < 2; ++m) {
-                float gate = rounded(sums[m][0][i] * factor);
-                float up = rounded(sums[m][0][2 + i] * factor);
-                values[m][i] = rounded(rounded(gate / (1.0f + expf(-gate))) * up);
-                amax = max_of(amax, fabsf(values[m][i]));
-            }
-#pragma unroll
-            for (int step = 4; step < 32; step *= 2)
-                amax = max_of(amax, __shfl_xor_sync(~0u, amax, step));
-            float effective;
-            bytes[i] = scale_byte(amax, global, effective);
-#pragma unroll
-            for (int m = 0; m < 2; ++m) {
-                codes[m][i] = code_of(values[m][i], effective);
-                words[m][i] = codes[m][i] << (4 * g);
-#pragma unroll
-                for (int step = 4; step < 32; step *= 2)
-                    words[m][i] |= __shfl_xor_sync(~0u, words[m][i], step);
-            }
+            float2 both = rounded(sums[m][i] * factor, sums[m][2 + i] * factor);
+            gates[m][i] = both.x;
+            ups[m][i] = both.y;
+            plain = plain && is_plain(gates[m][i]);
         }
-        // Codes i and i + 4 of a word, which lanes of g = i and i + 4 have, make a pair: the lower
-        // lane stores it for the first token, the upper one for the second.
-        int which = g / 4, slot = which ? slots[1] : slots[0];
+    }
+    if (__all_sync(~0u, plain)) {
 #pragma unroll
         for (int m = 0; m < 2; ++m) {
-            uint32_t other = __shfl_xor_sync(~0u, which ? codes[m][0] : codes[m][1], 16);
-            uint32_t pair = which ? operand_pair(other, codes[m][1], bytes[1])
-                                  : operand_pair(codes[m][0], other, bytes[0]);
-            if (slot >= 0) {
-                auto* row = reinterpret_cast<uint8_t*>(a.operands2 +
-                                                       static_cast<int64_t>(slot) * a.width);
-                *reinterpret_cast<uint32_t*>(row + operand_offset(item.row + 8 * m) + g % 4 * 4) =
-                    pair;
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                float divisor = 1.0f + expf(-gates[m][i]);
+                gates[m][i] = quotient(gates[m][i], divisor, reciprocal(divisor));
             }
         }
+    } else {
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            if (slots[i] < 0) continue;
-            int64_t at = static_cast<int64_t>(slots[i]) * a.width + item.row;
-            if (g < 2)
-                *reinterpret_cast<uint32_t*>(a.input_codes2 + at / 2 + 4 * g) =
-                    g ? words[1][i] : words[0][i];
-            if (g == 2) a.input_scales2[at / 16] = static_cast<uint8_t>(bytes[i]);
-            if (a.activations != nullptr) {
-                a.activations[at + g] = __float2bfloat16_rn(values[0][i]);
-                a.activations[at + 8 + g] = __float2bfloat16_rn(values[1][i]);
-            }
+        for (int m = 0; m < 2; ++m) {
+#pragma unroll
+            for (int i = 0; i < 2; ++i) gates[m][i] = gates[m][i] / (1.0f + expf(-gates[m][i]));
         }
-        if constexpr (NT == 2) {
-            own_slot = item.slots[1];
+    }
 #pragma unroll
-            for (int m = 0; m < 2; ++m) {
+    for (int m = 0; m < 2; ++m) {
+        float2 silu = rounded(gates[m][0], gates[m][1]);
+        values[m] = rows_of_token(silu.x * ups[m][0], silu.y * ups[m][1]);
+    }
+    float2 both[2] = {__bfloat1622float2(values[0]), __bfloat1622float2(values[1])};
+    float amax = max_of(max_of(fabsf(both[0].x), fabsf(both[0].y)),
+                        max_of(fabsf(both[1].x), fabsf(both[1].y)));
 #pragma unroll
-                for (int i = 0; i < 4; ++i) sums[m][0][i] = sums[m][1][i];
-            }
-        }
+    for (int step = 1; step < 4; step *= 2)
+        amax = max_of(amax, __shfl_xor_sync(~0u, amax, step));
+    float effective;
+    uint32_t byte = block_scale(amax, global, effective);
+    Divisor divisor(effective);
+    // Two codes of a word's eight; lanes of odd t go on with the upper word.
+    uint32_t own = (divisor.code_of(both[0].x) | divisor.code_of(both[0].y) << 4) << 8 * t;
+    uint32_t other = (divisor.code_of(both[1].x) | divisor.code_of(both[1].y) << 4) << 8 * t;
+    if (effective == 0.0f) own = other = 0;
+    int which = t % 2;
+    uint32_t word = (which ? other : own) | __shfl_xor_sync(~0u, which ? own : other, 1);
+    word |= __shfl_xor_sync(~0u, word, 2);
+    if (slot < 0) return;
+    int64_t at = static_cast<int64_t>(slot) * a.width + item.row;
+    if (t < 2) {
+        auto* row = reinterpret_cast<uint8_t*>(a.operands2 + static_cast<int64_t>(slot) * a.width);
+        *reinterpret_cast<uint4*>(row + operand_offset(item.row + 8 * t)) =
+            scaled_operands(word, byte);
+        *reinterpret_cast<uint32_t*>(a.input_codes2 + at / 2 + 4 * t) = word;
+    }
+    if (t == 2) a.input_scales2[at / 16] = static_cast<uint8_t>(byte);
+    if (a.activations != nullptr) {
+#pragma unroll
+        for (int m = 0; m < 2; ++m)
+            *reinterpret_cast<__nv_bfloat162*>(a.activations + at + 8 * m + 2 * t) = values[m];
     }
 }
 
-template <int NT>
 __device__ __forceinline__ void finish_fc2(
-    const Arguments& a, const Item& item, int lane, float factor, const float (&sums)[2][NT][4]) {
-    int g = lane / 4, t = lane % 4, which = g % 2;
+    const Arguments& a, const Item& item, int slot, int lane, float factor,
+    const float (&sums)[2][4]) {
+    auto* row = a.products + static_cast<int64_t>(slot) * a.hidden + item.row + lane % 4 * 2;
 #pragma unroll
-    for (int n = 0; n < NT; ++n) {
-        // Of two neighbouring rows, the even lane stores the first token, the odd one the second.
-        int slot = __shfl_sync(~0u, item.slots[n], (2 * t + which) * 4);
+    for (int m = 0; m < 2; ++m) {
 #pragma unroll
-        for (int m = 0; m < 2; ++m) {
-#pragma unroll
-            for (int run = 0; run < 2; ++run) {
-                float first = sums[m][n][2 * run] * factor;
-                float second = sums[m][n][2 * run + 1] * factor;
-                float other = __shfl_xor_sync(~0u, which ? first : second, 4);
-                __nv_bfloat162 pair = which ? __floats2bfloat162_rn(other, second)
-                                            : __floats2bfloat162_rn(first, other);
-                if (slot >= 0) {
-                    int64_t at = static_cast<int64_t>(slot) * a.hidden + item.row + run * 16 +
-                                 m * 8 + g - which;
-                    *reinterpret_cast<__nv_bfloat162*>(a.products + at) = pair;
-                }
-            }
+        for (int run = 0; run < 2; ++run) {
+            __nv_bfloat162 two =
+                rows_of_token(sums[m][2 * run] * factor, sums[m][2 * run + 1] * factor);
+            if (slot >= 0) *reinterpret_cast<__nv_bfloat162*>(row + run * 16 + m * 8) = two;
         }
     }
 }
@@ -733,46 +779,37 @@ __device__ __forceinline__ void report_fc1(const Arguments& a, const Item& item,
     if (lane < 2) add_released(a.counts + (lane == 0 ? 1 : 3 + item.group));
 }
 
-// Until fc1 is done for a group.
-__device__ __forceinline__ void await_fc1(
-    const Arguments& a, int group, const Loader& loader, bool& all_done) {
-    if (all_done) return;
-    int each = loader.schedule.each(a, Part::FC1);
-    bool done = false;
-    while (!done) {
-        int count = 0;
-        if (loader.lane < 2) count = load_acquired(a.counts + (loader.lane == 0 ? 1 : 3 + group));
-        all_done = __shfl_sync(~0u, count, 0) == loader.schedule.num_groups * each;
-        done = all_done || __shfl_sync(~0u, count, 1) == each;
-        if (!done) __nanosleep(40);
-    }
-    __syncwarp();
-}
-
-template <int NT>
 __device__ __forceinline__ void process(
     const Arguments& a, const Maps& maps, const Item& item, Loader& loader, Reader& reader,
-    Operands& operands, float2 input_globals, bool& begun, bool& all_done) {
-    float sums[2][NT][4];
+    float2 input_globals) {
+    float sums[2][2][4];
 #pragma unroll
-    for (int n = 0; n < NT; ++n) {
+    for (int n = 0; n < 2; ++n) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) sums[0][n][i] = sums[1][n][i] = 0.0f;
+        for (int i = 0; i < 4; ++i) sums[n][0][i] = sums[n][1][i] = 0.0f;
     }
-    multiply<NT>(a, maps, item, loader, reader, operands, sums);
-    // The next item begins before this one ends, unless it may have to wait for this one.
-    begun = loader.part == item.part || loader.part == Part::FC1;
-    if (begun) {
-        if (loader.part == Part::FC2) await_fc1(a, loader.group, loader, all_done);
-        begin(a, loader, operands);
-    }
+    bool two = loader.num_slots > 8;
+    if (two) multiply<2>(a, maps, item, loader, reader, sums);
+    else multiply<1>(a, maps, item, loader, reader, sums);
     float unit = item.global * (UNIT * UNIT);
-    if (item.part == Part::FC1) {
-        finish_fc1<NT>(a, item, loader.lane, input_globals.x * unit, input_globals.y, sums);
-        report_fc1(a, item, loader.lane);
-    } else {
-        finish_fc2<NT>(a, item, loader.lane, input_globals.y * unit, sums);
+    int slot = item.slots[0];
+// Not unrolled, as a program that is too long for the instruction cache is slower.
+#pragma unroll 1
+    for (int n = 0;; ++n) {
+        if (item.part == Part::FC1)
+            finish_fc1(a, item, slot, loader.lane, input_globals.x * unit, input_globals.y,
+                       sums[0]);
+        else
+            finish_fc2(a, item, slot, loader.lane, input_globals.y * unit, sums[0]);
+        if (n == two) break;
+        slot = item.slots[1];
+#pragma unroll
+        for (int m = 0; m < 2; ++m) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) sums[0][m][i] = sums[1][m][i];
+        }
     }
+    if (item.part == Part::FC1) report_fc1(a, item, loader.lane);
 }
 
 __global__ void __launch_bounds__(THREADS, 1)
@@ -796,35 +833,29 @@ __global__ void __launch_bounds__(THREADS, 1)
     wait_for_previous();
     let_next_start();
     loader.schedule = {a.counts[0]};
-    if (loader.schedule.dealt(a, 0) < 0) loader.take_ticket(a);
-    loader.look_ahead(a);
+    loader.first_of_fc2 = loader.schedule.first_of_fc2(a);
+    loader.dealt_rounds = max(
+        1, loader.schedule.num_groups * a.items2 / loader.schedule.num_warps() - FREE_ROUNDS);
+    loader.start(a);
 #pragma unroll 1
     for (int i = 0; i < STAGES - 1; ++i) loader.load(a, maps);
     Reader reader;
     float2 input_globals{*a.input_global1, *a.input_global2};
-    bool begun = false, all_done = false;
-    Operands operands{};
+    bool all_done = false;
     while (loader.part != Part::NONE) {
         Item item{loader.part, loader.num_stages, loader.row, loader.group, loader.global,
                   {loader.slots[0], loader.slots[1]}};
-        if (!begun) {
-            if (item.part == Part::FC2) await_fc1(a, item.group, loader, all_done);
-            begin(a, loader, operands);
-        }
-        if (loader.num_slots <= 8)
-            process<1>(a, maps, item, loader, reader, operands, input_globals, begun, all_done);
-        else
-            process<2>(a, maps, item, loader, reader, operands, input_globals, begun, all_done);
+        if (item.part == Part::FC2) await_fc1(a, item.group, loader, all_done);
+        process(a, maps, item, loader, reader, input_globals);
     }
 }
 
 __global__ void __launch_bounds__(COMBINE_THREADS)
     combine_kernel(const __grid_constant__ Arguments a) {
     let_next_start();
-    int64_t index = static_cast<int64_t>(blockIdx.x) * COMBINE_THREADS + threadIdx.x;
+    int index = static_cast<int>(blockIdx.x) * COMBINE_THREADS + static_cast<int>(threadIdx.x);
     int eighths = a.hidden / 8, slots_of_token = a.num_slots / a.num_tokens;
-    int64_t token = index / eighths;
-    int at = static_cast<int>(index % eighths);
+    int token = index / eighths, at = index % eighths;
     bool any = token < a.num_tokens;
     float sums[8] = {};
     for (int first = 0; first < slots_of_token; first += COMBINE_SLOTS) {
@@ -833,7 +864,7 @@ __global__ void __launch_bounds__(COMBINE_THREADS)
         float probabilities[COMBINE_SLOTS];
 #pragma unroll
         for (int i = 0; i < COMBINE_SLOTS; ++i) {
-            int64_t slot = token * slots_of_token + first + i;
+            int slot = token * slots_of_token + first + i;
             routed[i] = any && first + i < slots_of_token && is_routed(a, a.experts[slot]);
             probabilities[i] = routed[i] ? a.probabilities[slot] : 0.0f;
         }
@@ -841,9 +872,10 @@ __global__ void __launch_bounds__(COMBINE_THREADS)
         uint4 products[COMBINE_SLOTS];
 #pragma unroll
         for (int i = 0; i < COMBINE_SLOTS; ++i) {
-            int64_t slot = token * slots_of_token + first + i;
+            int slot = token * slots_of_token + first + i;
             if (routed[i])
-                products[i] = reinterpret_cast<const uint4*>(a.products + slot * a.hidden)[at];
+                products[i] = reinterpret_cast<const uint4*>(
+                    a.products + static_cast<int64_t>(slot) * a.hidden)[at];
         }
 #pragma unroll
         for (int i = 0; i < COMBINE_SLOTS; ++i) {
@@ -862,7 +894,7 @@ __global__ void __launch_bounds__(COMBINE_THREADS)
     auto* pairs = reinterpret_cast<__nv_bfloat162*>(&result);
 #pragma unroll
     for (int j = 0; j < 4; ++j) pairs[j] = __floats2bfloat162_rn(sums[2 * j], sums[2 * j + 1]);
-    reinterpret_cast<uint4*>(a.output + token * a.hidden)[at] = result;
+    reinterpret_cast<uint4*>(a.output + static_cast<int64_t>(token) * a.hidden)[at] = result;
 }
 
 // Describes bytes [depth, rows, columns] to the copy engine, and the box that a copy brings.
@@ -908,6 +940,11 @@ cudaError_t launch_after(
     return cudaLaunchKernelEx(&config, kernel, parameters...);
 }
 
+// 2^32 / n, rounded up: for i below 2^32 / n, the upper half of its product with i is i / n.
+uint32_t inverse_of(int n) {
+    return static_cast<uint32_t>(((int64_t{1} << 32) + n - 1) / n);
+}
+
 int64_t blocks_for(int64_t threads, int of_block) { return (threads + of_block - 1) / of_block; }
 
 }  // namespace
@@ -926,6 +963,7 @@ int trace_routed_experts(
     if (hidden % (2 * CHUNK) || width % (2 * CHUNK) || num_experts > MAX_EXPERTS ||
         num_blocks < 2 || num_tokens * slots_of_token > MAX_SLOTS)
         return -1;
+    int items1 = width / (ROWS / 2), items2 = hidden / ROWS;
     Arguments a{static_cast<const uint8_t*>(codes1),
                 static_cast<const uint8_t*>(scales1),
                 static_cast<const float*>(globals1),
@@ -950,7 +988,8 @@ int trace_routed_experts(
                 static_cast<int4*>(groups),
                 static_cast<int*>(counts),
                 num_tokens, num_tokens * slots_of_token, num_experts, hidden, width,
-                1.0f / static_cast<float>(slots_of_token)};
+                1.0f / static_cast<float>(slots_of_token), items1, items2,
+                inverse_of(items1), inverse_of(items2)};
     Maps maps;
     if (!describe(maps.codes1, codes1, hidden / 2, width, 2 * num_experts, CHUNK / 2, ROWS / 2,
                   2) ||

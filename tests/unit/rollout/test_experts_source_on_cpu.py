@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import pytest
 import torch
 
@@ -34,6 +36,26 @@ def test_records_equal_the_specification_in_any_order_of_warps(library, shape, l
     with experts_on_cpu.on_cpu(library, 2, late_copies=late_copies):
         result = compared(x, experts, probabilities, weights)
     assert_as_specified(result)
+
+
+@pytest.fixture(scope="module")
+def divisors():
+    """Powers of two, random numbers, and those whose quotients lie next to midpoints of codes."""
+    midpoints = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0], dtype=torch.float64)
+    hard = (torch.arange(128, 256, 9) / midpoints[:, None]).float().flatten()
+    powers = torch.exp2(torch.arange(-140.0, 120.0, 9.0))
+    every = (torch.rand(60) + 0.5, powers, hard, hard * (1 + 2**-23), hard * (1 - 2**-24))
+    return torch.cat(every).contiguous()
+
+
+@pytest.mark.parametrize("of", ["codes", "scales"])
+def test_codes_and_scales_are_those_of_a_division(library, divisors, of):
+    wrong = getattr(library, f"{of}_unlike_division")
+    assert wrong(ctypes.c_void_p(divisors.data_ptr()), len(divisors)) == 0
+
+
+def test_swish_is_that_of_a_division(library):
+    assert library.swish_unlike_division() == 0
 
 
 def test_ptx_without_a_translation_is_refused():
