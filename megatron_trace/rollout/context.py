@@ -28,6 +28,7 @@ from megatron_trace.hints import Site
 from megatron_trace.hints.row_groups import groups_of_rows
 from megatron_trace.rollout.block_allocator import WrittenOnceAllocator
 from megatron_trace.rollout.recorder import Place
+from megatron_trace.rollout.routing_buffer import RoutingBuffer
 from megatron_trace.rollout.row_sampler import require_finite_logits
 from megatron_trace.rollout.sites import RolloutSites
 
@@ -113,6 +114,8 @@ class RolloutContext(DynamicInferenceContext):
         self._evicts = False
         self._routing: torch.Tensor | None = None
         super().__init__(model_config=model_config, inference_config=inference_config)
+        if self.moe_enable_routing_replay:
+            self.moe_routing_metadata = RoutingBuffer(self, model_config.moe_router_topk)
         # Megatron's own sizes begin at 8 or more, and it would capture them itself.
         self.cuda_graph_batch_dimensions_list = [
             InferenceBatchDimensions(token_count=size, prefill_req_count=0, decode_req_count=size)
