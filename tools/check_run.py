@@ -489,7 +489,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--out", type=Path, required=True, help="folder of everything, some GB")
+    add("--out", type=Path, required=True, help="folder of everything: 25 GB, 0.1 with --cpu")
     add("--cpu", action="store_true", help="a narrow model on a machine without a GPU")
     add("--ranks", type=int, help="of each trainer and of the job (default: all GPUs; 1 on a CPU)")
     add("--at-once", type=int, help="parts that run at a time (default 4; 1 on a CPU)")
