@@ -188,6 +188,10 @@ def _added[K, V: (SiteReport, CodeMismatch, ActivationDifference)](
     return total
 
 
+# Counts on the device that are added up at a time.
+_SUMMED_TOGETHER = 32
+
+
 class Tally:
     """Running counts by place, kept on the device until they are read."""
 
@@ -198,8 +202,8 @@ class Tally:
         self.code_mismatch: dict[Place, CodeMismatch] = {}
         self.activation_difference: dict[Place, ActivationDifference] = {}
         self._rows: dict[Place, Counter[str]] = {}
-        # By place and names: int64 [names], on the device; reading it would stop the queue.
-        self._device_rows: dict[tuple[Place, tuple[str, ...]], torch.Tensor] = {}
+        # By place and names: int64 [names] each, on the device; reading would stop the queue.
+        self._device_rows: dict[tuple[Place, tuple[str, ...]], list[torch.Tensor]] = {}
         self._routing: list[tuple[int, torch.Tensor]] = []
 
     def _add_rows(
@@ -230,8 +234,10 @@ class Tally:
             self._add_on_device((place, tuple(flags)), sums)
 
     def _add_on_device(self, key: tuple[Place, tuple[str, ...]], counts: torch.Tensor) -> None:
-        known = self._device_rows.get(key)
-        self._device_rows[key] = counts if known is None else known + counts
+        known = self._device_rows.setdefault(key, [])
+        known.append(counts)
+        if len(known) == _SUMMED_TOGETHER:  # Each time would be a kernel each time.
+            known[:] = [torch.stack(known).sum(0)]
 
     def add_coverage(
         self,
@@ -328,7 +334,8 @@ class Tally:
         for (_, site), counts in self._rows.items():
             sites[site].update(counts)
         for ((_, site), names), sums in self._device_rows.items():
-            sites[site].update(dict(zip(names, sums.tolist(), strict=True)))
+            total = torch.stack(sums).sum(0)
+            sites[site].update(dict(zip(names, total.tolist(), strict=True)))
         mismatch: dict[Site, CodeMismatch] = {}
         for (_, site), counts in self.code_mismatch.items():
             mismatch[site] = mismatch.get(site, CodeMismatch()) + counts

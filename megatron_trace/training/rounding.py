@@ -111,7 +111,7 @@ class HintRows:
     def judged(
         self,
         values: torch.Tensor,
-        global_scale: float | None,
+        global_scale: torch.Tensor | float | None,
         trace: TraceConfig,
         add_up: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> HintRows:
@@ -119,7 +119,8 @@ class HintRows:
 
         Args:
             values: float [N, K]; the trainer's values.
-            global_scale: Static decode-side scale of the place; None if its format has none.
+            global_scale: Static decode-side scale of the place, a number or FP32 0-d; None if its
+                format has none.
             trace: Thresholds of the guard.
             add_up: Gives sums over the ranks that have other columns of the rows; None if there are
                 none. Whether it is called does not depend on the values.
@@ -128,7 +129,7 @@ class HintRows:
         return replace(rows, has_hint=rows._accepted(values, global_scale, trace, add_up))
 
     def _restored(
-        self, values: torch.Tensor, global_scale: float | None, trace: TraceConfig
+        self, values: torch.Tensor, global_scale: torch.Tensor | float | None, trace: TraceConfig
     ) -> HintRows:
         if self.scale_form != "residue":
             return self
@@ -146,7 +147,7 @@ class HintRows:
     def _accepted(
         self,
         values: torch.Tensor,
-        global_scale: float | None,
+        global_scale: torch.Tensor | float | None,
         trace: TraceConfig,
         add_up: Callable[[torch.Tensor], torch.Tensor] | None,
     ) -> torch.Tensor:
@@ -228,6 +229,8 @@ class Rounding:
         power_of_two_scales: Whether the global scale of the weight beside it is a power of two.
         implementation: Kernels of the number formats.
         number_format: Format of the operand.
+        scale_on_device: FP32 0-d, the global scale where the values are; None where it is put
+            there for each call.
     """
 
     global_scale: float | None
@@ -236,6 +239,24 @@ class Rounding:
     power_of_two_scales: bool = False
     implementation: ops.Implementation = "auto"
     number_format: NumberFormat = NVFP4
+    scale_on_device: torch.Tensor | None = None
+
+    @property
+    def scale(self) -> torch.Tensor | float | None:
+        """The global scale, as kernels take it without another one."""
+        return self.global_scale if self.scale_on_device is None else self.scale_on_device
+
+    def guided_by(
+        self,
+        hint: HintRows | None,
+        values: torch.Tensor,
+        trace: TraceConfig,
+        add_up: Callable[[torch.Tensor], torch.Tensor] | None,
+    ) -> Rounding:
+        """Gives the rounding by those hints that the guard accepts; see `HintRows.judged`."""
+        if hint is None:
+            return self
+        return replace(self, hint=hint.judged(values, self.scale, trace, add_up))
 
     def quantised(self, values: torch.Tensor) -> torch.Tensor:
         """Gives the fake-quantised values, without gradient.
@@ -250,7 +271,7 @@ class Rounding:
         if self.hint is None:
             return ops.rtn(
                 values,
-                self.global_scale,
+                self.scale,
                 number_format=self.number_format,
                 dtype=self.operand_dtype,
                 implementation=self.implementation,
@@ -259,7 +280,7 @@ class Rounding:
             values,
             self.hint.payload,
             self.hint.scale_bytes,
-            self.global_scale,
+            self.scale,
             num_bits=self.hint.num_bits,
             has_hint=self.hint.has_hint,
             number_format=self.number_format,
@@ -276,13 +297,13 @@ class Rounding:
         how = {"number_format": self.number_format, "implementation": self.implementation}
         values, hint = values.detach(), self.hint
         if hint is None:
-            packed_codes, scale_bytes = ops.encode(values, self.global_scale, **how)
+            packed_codes, scale_bytes = ops.encode(values, self.scale, **how)
         else:
             packed_codes, scale_bytes = ops.guided_packed(
                 values,
                 hint.payload,
                 hint.scale_bytes,
-                self.global_scale,
+                self.scale,
                 num_bits=hint.num_bits,
                 has_hint=hint.has_hint,
                 **how,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -76,6 +75,7 @@ class TraceSites:
         self.compares_replayed_routing = False
         self._model = model
         self._settings: QuantizerSettings | None = None
+        self._scales: dict[Place, torch.Tensor] = {}
         self._scopes = Scopes(model)
         self._tally = Tally()
         layers = set(trace.recorded_layers(shape.num_layers))
@@ -176,6 +176,12 @@ class TraceSites:
             raise RuntimeError("quantiser settings cannot change while a micro-batch is in force")
         require_reproduced(settings, self.trace, self.quantised_places)
         self._settings = settings
+        # Otherwise each kernel that takes a global scale would be preceded by one that writes it.
+        self._scales = {
+            place: torch.full((), scale, dtype=torch.float32, device=self.device)
+            for place in self.quantised_places
+            if self.device.type == "cuda" and (scale := settings.global_scale(*place)) is not None
+        }
 
     def staging_plan(self) -> StagingPlan:
         """Gives what is read for micro-batches of this model, as it is set now.
@@ -403,11 +409,9 @@ class TraceSites:
 
         self._require_finite(rows, place, name)
         rounding = self._to_nearest(place)
+        add_up = sum_over_columns(self.groups, Site.FC2)
         hint = None if slots is None else slots.hint
-        if hint is not None:
-            add_up = sum_over_columns(self.groups, Site.FC2)
-            hint = hint.judged(rows, rounding.global_scale, self.trace, add_up)
-            rounding = replace(rounding, hint=hint)
+        rounding = rounding.guided_by(hint, rows, self.trace, add_up)
         self.count_call(*place)
         if scope.first_time(place):
             self._tally.add_slots(place, rows, rounding, slots, scope.micro_batch)
@@ -434,11 +438,8 @@ class TraceSites:
         micro_batch = scope.micro_batch
         _require_rows(values.shape[0], micro_batch, site, place_name(place))
         self._require_finite(values, place, partial(micro_batch.row_name, site))
-        hint = micro_batch.hints.get(place)
-        if hint is not None:
-            add_up = sum_over_columns(self.groups, site)
-            hint = hint.judged(values, plain.global_scale, self.trace, add_up)
-        rounding = replace(plain, hint=hint)
+        hint, add_up = micro_batch.hints.get(place), sum_over_columns(self.groups, site)
+        rounding = plain.guided_by(hint, values, self.trace, add_up)
         if scope.first_time(place):
             recorded = place in self.recorded_places
             self._tally.add_coverage(place, values, rounding, micro_batch, recorded=recorded)
@@ -465,6 +466,7 @@ class TraceSites:
             power_of_two_scales=self.settings.power_of_two_scales,
             implementation=self.trace.implementation,
             number_format=self.format_of(place[1]),
+            scale_on_device=self._scales.get(place),
         )
 
     # Counters.
