@@ -5,27 +5,20 @@ import pytest
 from megatron_trace.config import TraceConfig
 from megatron_trace.rl.optimizer import OptimizerSettings
 from megatron_trace.rl.run import RunSettings, build_run, calibration_batches, start
-from megatron_trace.testing.single_process import single_process, tiny_moe_config
+from megatron_trace.testing.single_process import tiny_moe_config
 from megatron_trace.testing.sums import CONTEXT, ITEMS, TOKENIZER, warm_weights
 
 PATTERN = "*E*E"
 
 
 @pytest.fixture(scope="module")
-def one_process():
-    """Megatron's parallel state for one rank, for all tests that build a model."""
-    with single_process(seed=0):
-        yield
-
-
-@pytest.fixture(scope="module")
-def weights(one_process):
+def weights(one_rank):
     """Weights that answer some problems right: samples of a group differ in reward."""
     return warm_weights(tiny_moe_config(PATTERN), pattern=PATTERN)
 
 
 @pytest.fixture(scope="module")
-def build(one_process):
+def build(one_rank):
     """Builds a run that has no weights yet."""
 
     def build(method="trace", hint_folder=None, max_hint_bytes=None, hint_reader="auto", **changes):

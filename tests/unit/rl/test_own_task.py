@@ -176,7 +176,7 @@ def test_advantages_among_the_rewarded_are_those_of_a_group_without_the_others()
 
 
 @pytest.fixture(scope="module")
-def own_run(one_process, functions, tmp_path_factory):
+def own_run(one_rank, functions, tmp_path_factory):
     """A run on conversations with two turns, trained to answer with one digit and an end."""
     folder = tmp_path_factory.mktemp("prompts")
     lines = [

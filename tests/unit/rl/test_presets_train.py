@@ -18,7 +18,7 @@ GDN_2_4T = dict(zip(UNKNOWN_FIELDS[NAME_2_4T], (16, 64, 128, 128), strict=True))
 @pytest.mark.parametrize(
     "architecture", [*PRESETS.values(), preset(NAME_2_4T, **GDN_2_4T)], ids=lambda a: a.name
 )
-def test_two_steps_roll_out_and_train_under_the_rollouts_codes(architecture, one_process):
+def test_two_steps_roll_out_and_train_under_the_rollouts_codes(architecture, one_rank):
     small = architecture.reduced()
     rotary = {"rotary_percent": small.rope_share, "rotary_base": small.rope_base}
     weights = warm_weights(architecture_config(small), pattern=small.pattern(), **rotary)

@@ -21,7 +21,7 @@ NUMBERS = ("reward", "loss", "grad_norm", "gap", "hint_bytes_per_token")
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _te(one_process):
+def _te(one_rank):
     with te_on_cpu():
         yield
 

@@ -20,7 +20,7 @@ def demo():
 
 
 @pytest.fixture
-def do_runs(demo, one_process, monkeypatch, tmp_path):
+def do_runs(demo, one_rank, monkeypatch, tmp_path):
     """Does the runs that flags describe, of two layers and few problems, in a temporary folder."""
     monkeypatch.setattr(demo, "TASK_SIZE", 300)
     monkeypatch.setattr(demo, "PATTERN", "*E*E")

@@ -15,7 +15,7 @@ from megatron_trace.testing.single_process import tiny_moe_config
 
 ITEMS = [TaskItem(f"{n}?", str((n * 3) % 10), "any", {}) for n in range(10)]
 TOKENIZER = CharTokenizer.of_tasks(ITEMS)
-pytestmark = pytest.mark.usefixtures("one_process")
+pytestmark = pytest.mark.usefixtures("one_rank")
 SETTINGS = WarmStartSettings(steps=30, batch_size=16, learning_rate=1e-2, warmup_steps=5)
 
 
