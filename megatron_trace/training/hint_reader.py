@@ -61,12 +61,14 @@ class SharedMicroBatch:
         segment: The memory.
         num_bytes: Bytes of it that the micro-batch takes.
         told: Its content, as `content_in` takes it.
+        device: The model's device.
         sites: `TraceSites` of the model that will forward it.
     """
 
     segment: Segment
     num_bytes: int
     told: bytes
+    device: torch.device
     sites: TraceSites
 
     def moved(self, *, non_blocking: bool) -> MovedMicroBatch:
@@ -75,8 +77,8 @@ class SharedMicroBatch:
         Args:
             non_blocking: Whether the copy is left to the current stream.
         """
-        memory, device = self.segment.memory[: self.num_bytes], self.sites.device
-        there = memory.to(device, non_blocking=non_blocking, copy=True)
+        memory = self.segment.memory[: self.num_bytes]
+        there = memory.to(self.device, non_blocking=non_blocking, copy=True)
         return moved_micro_batch(content_in(there, self.told), there, self.sites)
 
 
@@ -176,7 +178,7 @@ class HintReader:
         """
         segment = self._segment_of(client, size.num_bytes)
         told = self._ask(Stage(client, segment.number))
-        return SharedMicroBatch(segment, size.num_bytes, told, sites)
+        return SharedMicroBatch(segment, size.num_bytes, told, self._device, sites)
 
     def release(self, segment: Segment) -> None:
         """Says that nothing copies from a segment any more; does not wait."""
