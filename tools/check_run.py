@@ -358,6 +358,9 @@ class Run:
                     )
         self.judge_goes_on()
         self.judge_digests()
+        compared = self.text("job").count("has the digest of its rollouts")
+        if self.ended_well("job") and compared < self.options.steps:
+            self.problems.append(f"job: weights were compared in {compared} steps only")
         return first
 
     def judge_trainer(self, name: str, first: dict[str, dict[str, float]]) -> None:
