@@ -186,7 +186,7 @@ def test_padding_of_packs_is_spread_evenly_over_the_experts(build, rollout, tp_s
     rolled = rollout(LENGTHS)
     _, sites = build("trace", settings=rolled.settings)
     loads = sum(
-        torch.stack([torch.bincount(layer.flatten(), minlength=16) for layer in each.routing])
+        torch.stack([torch.bincount(layer.flatten(), minlength=16) for layer in each.routing.cpu()])
         for _, each, _ in on_ranks(sites, rolled, tp_size, cp_size)
     )
     real = torch.stack([sample.routing.transpose(0, 1).flatten(1) for sample in rolled.samples][:1])
