@@ -35,6 +35,7 @@ import dataclasses
 import faulthandler
 import gc
 import json
+import os
 import statistics
 import tempfile
 import time
@@ -115,6 +116,7 @@ def main() -> None:
     """Measures as the options say."""
     options = _options()
     options.started = time.perf_counter()
+    print(f"started after {_age_s():.1f} s, imports mostly", flush=True)
     if options.hang_s:
         faulthandler.dump_traceback_later(options.hang_s, exit=True)
     options.samples = max(options.samples or 2 * max(options.tokens) // options.length, 1)
@@ -134,6 +136,13 @@ def main() -> None:
                 torch.cuda.empty_cache()
     if options.failed:
         raise SystemExit(f"failed: {', '.join(options.failed)}")
+
+
+def _age_s() -> float:
+    """Gives the seconds since this process began."""
+    began = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    uptime = float(Path("/proc/uptime").read_text().split()[0])
+    return uptime - began / os.sysconf("SC_CLK_TCK")
 
 
 def _measured(

@@ -78,23 +78,30 @@ def measure_training(
         optimizer: list[float] = []
         order = random.Random(num_tokens)
         began = passed_s(options)
-        for round_number in range(options.rounds):
-            # One round is the least.
-            if round_number and passed_s(options) - began > budget_s:
-                break
-            turns.shuffle(order)
-            if round_number % options.rounds_per_step == 0:
-                optimizer.append(block.optimizer_step())
-                turns.take(range(1), "first")
+        rows: list[dict[str, Any]] = []
+        try:
+            for round_number in range(options.rounds):
+                # One round is the least.
+                if round_number and passed_s(options) - began > budget_s:
+                    break
                 turns.shuffle(order)
-            turns.take(range(options.micro_batches), "later")
-            if round_number == 0:
-                print(f"round 0 done, {passed_s(options):.1f} s so far", flush=True)
-        kept = [trainer for trainer in trainers if trainer in turns.trainers]
-        rows = [row_of(of, num_tokens, statistics.median(optimizer)) for of in kept]
-        add_ratios(rows)
-        print_training(rows)
-        print(collections, flush=True)
+                if round_number % options.rounds_per_step == 0:
+                    optimizer.append(block.optimizer_step())
+                    turns.take(range(1), "first")
+                    turns.shuffle(order)
+                turns.take(range(options.micro_batches), "later")
+                if round_number == 0:
+                    print(f"round 0 done, {passed_s(options):.1f} s so far", flush=True)
+        finally:  # Also when its time is up: of rounds that all cases have done.
+            kept = [trainer for trainer in trainers if trainer in turns.trainers]
+            num_rounds = min((len(of.turns.get("later", ())) for of in kept), default=0)
+            if num_rounds:
+                for trainer in kept:
+                    del trainer.turns["later"][num_rounds:]
+                rows = [row_of(of, num_tokens, statistics.median(optimizer)) for of in kept]
+                add_ratios(rows)
+                print_training(rows)
+                print(collections, flush=True)
         if num_tokens == options.tokens[-1] and options.profile:
             for trainer in kept:
                 if trainer.case.text in options.profile_cases:

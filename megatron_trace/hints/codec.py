@@ -24,6 +24,10 @@ from megatron_trace.hints.types import (
     require_scale_form,
 )
 
+# Rows up to which samples go to their places by one call. Beyond, calls hardly cost, and a slice
+# is copied twenty times as fast as numbered rows (measured on a CPU, rows of 512 bytes).
+_ROWS_TOGETHER = 256
+
 # The largest finite positive value of each encoding; bytes above it are NaN or carry a sign.
 MAX_SCALE_BYTE = {"e4m3": 0x7E, "e8m0": 0xFE}
 
@@ -322,7 +326,7 @@ def placed_rows(
                 f"{hint.num_rows} rows do not fit into {len(place)} positions ({hint.key})"
             )
         own.append((hint, place[: hint.num_rows]))
-    for group in groups_of_rows([hint.num_rows for hint, _ in own]):
+    for group in groups_of_rows([hint.num_rows for hint, _ in own], _ROWS_TOGETHER):
         _put_rows(own[group], payload, scale_bytes, valid)
     return payload, scale_bytes, valid
 
@@ -333,7 +337,7 @@ def _put_rows(
     scale_bytes: torch.Tensor,
     valid: torch.Tensor,
 ) -> None:
-    """Puts the rows of hints where they are to stand; those of several by one call each."""
+    """Puts the rows of hints where they are to stand; those of several short ones by one call."""
     if len(hints) == 1:
         hint, place = hints[0]
         rows = slice(place.start, place.stop, place.step)

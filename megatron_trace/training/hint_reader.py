@@ -296,12 +296,10 @@ class _Child:
 
 
 def _end(process: subprocess.Popen[bytes], connection: socket.socket) -> None:
+    """Ends the process at once: nothing of it is wanted, and it may be amid its imports."""
     connection.close()
-    try:
-        process.wait(_PATIENCE_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+    process.kill()
+    process.wait()
 
 
 def require_files(store: HintSource) -> HintFiles | HintFolders:

@@ -269,6 +269,18 @@ def test_stacked_rows_stand_at_their_position_and_sample(num_bits: int) -> None:
             assert (scale_bytes[position, sample] == expected).all(), place
 
 
+def test_long_and_short_hints_stand_at_their_place_alike() -> None:
+    hints = [
+        encode_hint(KEY, *codes_and_scales(rows, 32, seed=rows), 0.5, 1)
+        for rows in (300, 2, 3, 257)
+    ]
+    payload, scale_bytes, valid = stack_rows(hints, 301)
+    for column, hint in enumerate(hints):
+        assert torch.equal(payload[: hint.num_rows, column], hint.payload)
+        assert torch.equal(scale_bytes[: hint.num_rows, column], hint.scale_bytes)
+        assert valid[:, column].tolist() == [row < hint.num_rows for row in range(301)]
+
+
 def test_stacked_residues_stay_packed() -> None:
     hints = [
         encode_hint(KEY, *codes_and_scales(rows, 80, seed=rows), 0.5, 2, "residue")
