@@ -260,7 +260,9 @@ def _options() -> argparse.Namespace:
         help="ends the rounds of a block and a number of tokens, so long after the first began",
     )
     parser.add_argument("--micro-batches", type=int, default=1, help="of a case in a round")
-    parser.add_argument("--profile", type=int, default=0, help="rows of a case's profile")
+    parser.add_argument(
+        "--profile", type=int, default=0, help="rows of a case's profile, at the first --tokens"
+    )
     parser.add_argument("--profile-cases", nargs="+", default=["qat:local", "trace:local"])
     parser.add_argument(
         "--readers",

@@ -102,7 +102,7 @@ def measure_training(
                 add_ratios(rows)
                 print_training(rows)
                 print(collections, flush=True)
-        if num_tokens == options.tokens[-1] and options.profile:
+        if num_tokens == options.tokens[0] and options.profile:
             for trainer in kept:
                 if trainer.case.text in options.profile_cases:
                     with reported(f"profile of {trainer.name}"):
