@@ -67,17 +67,12 @@ class WrittenOnceAllocator(KVBlockAllocator):
         parents = None if parent_hashes is None else parent_hashes[:count]
         super().register_kv_block_hashes(block_ids[:count], block_hashes[:count], parents)
 
-    def store_routing_per_block(self, flat_routing: np.ndarray | None) -> None:
-        """Stores the experts of the step's tokens, integer [N, L, k] (Megatron's method).
+    def store_routing(self, pages: np.ndarray, offsets: np.ndarray, routing: np.ndarray) -> None:
+        """Stores the experts of tokens at some pages and offsets, integer [N, L, k].
 
         All at once: Megatron 0.19.2 sorts them by page, and loops over the pages.
         """
-        if flat_routing is None or not len(flat_routing):
-            return
-        context, rows = self.context, slice(0, len(flat_routing))
-        pages = context.token_to_block_idx[rows].numpy()
-        offsets = context.token_to_local_position_within_kv_block[rows].numpy()
-        self._routing_pages(flat_routing)[pages, offsets] = flat_routing
+        self._routing_pages(routing)[pages, offsets] = routing
 
     def store_block_routing(
         self, block_id: int, positions: np.ndarray, routing: np.ndarray

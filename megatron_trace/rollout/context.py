@@ -112,7 +112,8 @@ class RolloutContext(DynamicInferenceContext):
         self.keeps_pages = False
         self.counts: Counter[str] = Counter()
         self._evicts = False
-        self._routing: torch.Tensor | None = None
+        # Pages and offsets of a step's rows, and the experts that they chose.
+        self._routing: tuple[np.ndarray, np.ndarray, torch.Tensor] | None = None
         super().__init__(model_config=model_config, inference_config=inference_config)
         if self.moe_enable_routing_replay:
             self.moe_routing_metadata = RoutingBuffer(self, model_config.moe_router_topk)
@@ -172,9 +173,12 @@ class RolloutContext(DynamicInferenceContext):
     def note_written(self) -> None:
         """Notes where the rows of the running step go, once the device has its forward to compute.
 
+        Stores the experts of the step before too.
+
         Raises:
             RuntimeError: A row is written over another one, or leaves a gap.
         """
+        self._store_routing()
         recorder = self.sites.recorder
         if not recorder.is_running:
             return
@@ -237,7 +241,6 @@ class RolloutContext(DynamicInferenceContext):
         """
         self.sites.require_finite()
         require_finite_logits(new_tokens)
-        self._store_routing()
         self.sites.recorder.end_step()
         finished = (active_requests_mask == 0).nonzero()[:, 0] + self.paused_request_count
         chunked = self.get_index_of_chunked_prefill_request(safe=True)
@@ -247,26 +250,34 @@ class RolloutContext(DynamicInferenceContext):
         return super().update_requests(active_requests_mask, new_tokens, *args, **kwargs)
 
     def begin_routing(self, routing: torch.Tensor) -> None:
-        """Starts to copy the experts of the running step to the host; `update_requests` has them.
+        """Starts to copy the experts of the running step to the host, where its tokens follow.
+
+        They are stored when somebody wants them, or behind the launch of the next step.
 
         Args:
             routing: integer [N, MoE layers, top-k] on the device.
         """
         num_experts = self.model_config.num_moe_experts or 0
         routing = routing.to(
-            torch.int16 if num_experts <= torch.iinfo(torch.int16).max else torch.int32
+            torch.int16 if num_experts <= torch.iinfo(torch.int16).max else torch.int32,
+            copy=not routing.is_cuda,  # From a GPU it is copied below.
         )
         if routing.is_cuda:
             copy = torch.empty(routing.shape, dtype=routing.dtype, device="cpu", pin_memory=True)
             copy.copy_(routing, non_blocking=True)
             routing = copy
-        self._routing = routing
+        # Megatron's buffers, which the next step fills anew.
+        rows = slice(0, len(routing))
+        pages = self.token_to_block_idx[rows].numpy().copy()
+        offsets = self.token_to_local_position_within_kv_block[rows].numpy().copy()
+        self._routing = pages, offsets, routing
 
     def _store_routing(self) -> None:
-        """Stores the experts of the step; its tokens, copied after them, are here already."""
-        routing, self._routing = self._routing, None
-        if routing is not None:
-            self.kv_block_allocator.store_routing_per_block(routing.numpy())
+        """Stores the experts of a step; its tokens, copied after them, are here already."""
+        stored, self._routing = self._routing, None
+        if stored is not None:
+            pages, offsets, routing = stored
+            self.kv_block_allocator.store_routing(pages, offsets, routing.numpy())
 
     def resume_paused_requests(self, *args: Any, **kwargs: Any) -> Any:
         """Gives pages to paused requests (Megatron's hook).
@@ -372,7 +383,10 @@ class RolloutContext(DynamicInferenceContext):
 
         Rows of several are read together: one by one, short samples wait for hundreds of copies.
         """
+        if not indices:
+            return {}
         started = time.perf_counter()
+        self._store_routing()
         saved: dict[int, SavedRows] = {}
         rows = (self.request_kv_length_offsets + self.request_query_lengths)[list(indices)].tolist()
         for group in groups_of_rows(rows):
