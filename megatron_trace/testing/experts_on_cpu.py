@@ -21,7 +21,6 @@ from unittest import mock
 import torch
 
 from megatron_trace.rollout.kernels import experts as kernel
-from megatron_trace.rollout.kernels.library import FOLDER
 
 HEADER = Path(__file__).with_name("cuda_on_cpu.h")
 BODIES = {
@@ -140,6 +139,20 @@ def _headers() -> Path | None:
     return next((f for f in folders if all((f / name).exists() for name in names)), None)
 
 
+def _with_includes(source: Path, included: set[Path]) -> str:
+    """Gives the text with the files of its folder that it includes, each of them once."""
+
+    def text_of(match: re.Match[str]) -> str:
+        path = source.parent / match[1]
+        if path in included:
+            return ""
+        included.add(path)
+        return _with_includes(path, included)
+
+    text = source.read_text().replace("#pragma once", "")
+    return re.sub(r'^#include "(.*)"$', text_of, text, flags=re.MULTILINE)
+
+
 def translated(source: str) -> str:
     """Gives C++ with the bodies of BODIES and OTHER_BODIES.
 
@@ -173,10 +186,7 @@ def build(folder: Path, num_warps: int) -> ctypes.CDLL:
     Raises:
         RuntimeError: g++ refuses it.
     """
-    text = kernel.SOURCE.read_text()
-    text = text.replace('#include "fp4.cuh"', (FOLDER / "fp4.cuh").read_text())
-    text = text.replace("#pragma once", "")
-    text = translated(text)
+    text = translated(_with_includes(kernel.SOURCE, set()))
     text = text.replace(
         "extern __shared__ __align__(1024) uint8_t shared[];",
         "uint8_t* shared = on_cpu::blocks[on_cpu::current->block].shared.data();",
