@@ -25,10 +25,14 @@ def test_the_benchmark_of_a_step_measures_guided_steps_and_what_they_store(tmp_p
     rows = {row["case"]["name"]: row for row in report["training"]}
     assert len(rows) == 4
     assert all(row["micro_batch_ms"] > 0 for row in rows.values())
-    every = rows["trace (all sites), local"]["coverage"]
+    every = rows["trace (all sites), local, process"]["coverage"]
     assert every == {"fc1": 1.0, "fc2": 1.0, "k": 1.0, "v": 1.0}
-    assert rows["trace (fc1), local"]["coverage"] == every | {"fc2": 0.0, "k": 0.0, "v": 0.0}
-    assert not any(rows["qat, local"]["coverage"].values())
+    assert rows["trace (fc1), local, process"]["coverage"] == every | {
+        "fc2": 0.0,
+        "k": 0.0,
+        "v": 0.0,
+    }
+    assert not any(rows["qat, local, process"]["coverage"].values())
     store = report["store"]
     assert store["bytes"] == store["tokens"] * HINT_BYTES
     rollout = {row["method"]: row for row in report["rollout"]}
