@@ -23,6 +23,7 @@ import os
 import random
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -146,7 +147,7 @@ class Run:
     def trainer(self, name: str, *flags: str, steps: int = 2, ranks: int | None = None) -> Part:
         """Gives a trainer on the recorded rollouts."""
         command = [
-            *self.torchrun(self.options.ranks if ranks is None else ranks),
+            *self.launcher(self.options.ranks if ranks is None else ranks),
             f"{ROOT}/examples/pretrain_trace.py",
             *self.model(),
             *self.train(),
@@ -159,16 +160,21 @@ class Run:
             command += ["--no-load-rng"]
         return Part(name, [*command, *flags], ("start",))
 
-    def torchrun(self, ranks: int) -> list[str]:
-        """Gives how programs of several ranks are started."""
-        launcher = (self.python, "-m", "torch.distributed.run", "--standalone")
-        return [*launcher, f"--nproc-per-node={ranks}"]
+    def launcher(self, ranks: int) -> list[str]:
+        """Gives how a program is started; on one rank without the launcher, which takes time."""
+        if ranks > 1:
+            launcher = (self.python, "-m", "torch.distributed.run", "--standalone")
+            return [*launcher, f"--nproc-per-node={ranks}"]
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        alone = ("RANK=0", "LOCAL_RANK=0", "WORLD_SIZE=1", "MASTER_ADDR=127.0.0.1")
+        return ["env", *alone, f"MASTER_PORT={port}", self.python]
 
     def parts(self) -> list[Part]:
         """Gives everything that the machine can run."""
         options, out = self.options, self.out
         record = [
-            *self.torchrun(1),
+            *self.launcher(1),
             f"{ROOT}/examples/record_rollouts.py",
             *self.model(),
             *self.rollout(),
@@ -208,7 +214,7 @@ class Run:
         job = [str(ROOT / "launch" / "local.sh")]
         files = [str(self.out / "cluster.env"), str(self.out / "run.env")]
         evaluate = [
-            *self.torchrun(1),
+            *self.launcher(1),
             f"{ROOT}/examples/evaluate.py",
             *self.model(),
             *self.rollout(),
