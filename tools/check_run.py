@@ -23,7 +23,6 @@ import os
 import random
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -161,14 +160,9 @@ class Run:
         return Part(name, [*command, *flags], ("start",))
 
     def launcher(self, ranks: int) -> list[str]:
-        """Gives how a program is started; on one rank without the launcher, which takes time."""
-        if ranks > 1:
-            launcher = (self.python, "-m", "torch.distributed.run", "--standalone")
-            return [*launcher, f"--nproc-per-node={ranks}"]
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
-        alone = ("RANK=0", "LOCAL_RANK=0", "WORLD_SIZE=1", "MASTER_ADDR=127.0.0.1")
-        return ["env", *alone, f"MASTER_PORT={port}", self.python]
+        """Gives how programs of several ranks are started, or of one: it finds a free port."""
+        launcher = (self.python, "-m", "torch.distributed.run", "--standalone")
+        return [*launcher, f"--nproc-per-node={ranks}"]
 
     def parts(self) -> list[Part]:
         """Gives everything that the machine can run."""
