@@ -12,7 +12,8 @@ import torch.nn.functional as F
 
 from megatron_trace.models.delta_rule import normalise
 
-# What flash-linear-attention's own tests allow, as a share of the root mean square.
+# What flash-linear-attention's own tests allow, as a share of the root mean square. Measured on an
+# H200: 4.4e-3.
 TOLERANCE = 2e-2
 NAMES = ("output", "query", "key", "value", "decay", "beta")
 

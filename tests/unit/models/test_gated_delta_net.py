@@ -240,4 +240,5 @@ def test_a_layers_gradients_by_flas_kernels_are_those_by_torchs():
         name: ((mine - other.float()).norm() / mine.norm()).item()
         for name, mine, other in zip(names, *results, strict=True)
     }
+    # Of torch's rule in BF16 too, on a CPU: 1.3e-2 (A_log); fla's rule alone, on an H200: 4.4e-3.
     assert max(errors.values()) < 3e-2, errors
