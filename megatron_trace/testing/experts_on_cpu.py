@@ -1,6 +1,6 @@
 """`experts.cu` as it stands on a CPU: bodies of PTX replaced, the rest compiled by g++.
 
-Every function of `experts.cu` and `fp4.cuh` that holds PTX has its body in BODIES; all else, the
+Every function of `experts*.cu*` and `fp4.cuh` that holds PTX has its body in BODIES; all else, the
 sort, the schedule, rings and barriers, indices, epilogues, is the source itself, run thread by
 thread (`cuda_on_cpu.h`). Sums are FP64 within an MMA, so values may round otherwise than on a GPU.
 What a GPU alone shows: the machine's memory order, speed, and whether PTX means what BODIES says.
@@ -36,7 +36,7 @@ BODIES = {
     "barrier_init": "on_cpu::barrier_init(barrier);",
     "barrier_expect": "on_cpu::barrier_expect(barrier, num_bytes);",
     "barrier_wait": "on_cpu::barrier_wait(barrier, parity);",
-    # experts.cu
+    # experts*.cu*
     "wait_for_previous": "",
     "let_next_start": "",
     "is_elected": "return threadIdx.x % 32 == 0;",
@@ -50,10 +50,6 @@ BODIES = {
     "depth, barrier);",
     "add_released": "++*count;",
     "load_acquired": "return *count;",
-    "load_acquired_here": "return *from;",
-    "store_released": "*to = value;",
-    "load_both": "return *from;",
-    "store_both": "*to = value;",
     "load_16": "uint4 r; std::memcpy(&r, on_cpu::shared(from, 16), 16); return r;",
     "load_4": "uint32_t r; std::memcpy(&r, on_cpu::shared(from, 4), 4); return r;",
     "load_operands": "std::memcpy(&to, from + WORD * 4, 16);",

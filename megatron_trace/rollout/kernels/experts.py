@@ -20,7 +20,7 @@ from megatron_trace.rollout.kernels.library import (
 )
 
 SOURCE = FOLDER / "experts.cu"
-# As in experts.cu.
+# As in experts_layout.cuh.
 WIDTH_MULTIPLE = 512
 MAX_EXPERTS = 1024
 _GROUP_SLOTS = 16
