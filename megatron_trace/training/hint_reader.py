@@ -45,9 +45,13 @@ from megatron_trace.training.sites import TraceSites
 
 HintReaderChoice = Literal["auto", "process", "thread"]
 
+# What is told to all processes of a job at once: the trainer may save a checkpoint first, for which
+# it must finish its step. The process ends with it in any case.
+_FOR_THE_TRAINER = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
 # As multiprocessing's own start method `spawn` does, but without the trainer's main module.
 _START = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
+    "import json, signal, sys; sys.path[:] = json.loads(sys.argv[2]); "
+    f"[signal.signal(getattr(signal, of), signal.SIG_IGN) for of in {_FOR_THE_TRAINER}]; "
     "from megatron_trace.training.read_hints import main; main(int(sys.argv[1]))"
 )
 _PATIENCE_S = 10.0

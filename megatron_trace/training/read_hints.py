@@ -9,7 +9,6 @@ import mmap
 import os
 import pickle
 import select
-import signal
 import socket
 import traceback
 from typing import Any
@@ -116,7 +115,6 @@ def main(descriptor: int) -> None:
     Args:
         descriptor: The connection.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Of a whole terminal: the trainer decides.
     torch.set_num_threads(1)  # The training has the other cores.
     trainer = os.getppid()
     channel = Channel(socket.socket(fileno=descriptor))

@@ -263,6 +263,20 @@ def test_a_killed_process_is_one_error_that_names_memory(files):
         reader.close()
 
 
+@pytest.mark.parametrize("sent", ["SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2"])
+def test_a_signal_to_all_of_a_job_leaves_the_process_to_the_trainer(files, reader, sent):
+    """Slurm's ahead of the time limit: the trainer finishes its step, and saves."""
+    folder, names, sites = files
+    batches = [[name] for name in names * 5]
+    with MicroBatchPrefetcher(
+        batches, HintFiles(folder), sites, max_host_bytes=None, reader=reader
+    ) as made:
+        next(made)
+        assert reader.process_id is not None
+        os.kill(reader.process_id, getattr(signal, sent))
+        assert sum(1 for _ in made) == len(batches) - 1
+
+
 def test_a_process_that_cannot_start_is_one_error(files, monkeypatch):
     folder, names, sites = files
     monkeypatch.setattr(hint_reader, "_START", "raise SystemExit(3)")
