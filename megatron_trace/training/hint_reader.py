@@ -230,15 +230,22 @@ class HintReader:
                 segment = min(fitting, key=lambda segment: segment.num_bytes)
                 self._segments[segment.number] = segment, client
                 return segment
-            # All too small: as many segments are kept as are used at a time.
-            small = min(free, key=lambda segment: segment.num_bytes, default=None)
-            if small is not None:
-                del self._segments[small.number]
-        if small is not None:
-            self._ask(Unmap(small.number))
-            small.close()
-        segment = Segment(next(self._numbers), rounded_bytes(num_bytes), self._device)
-        self._ask(Map(segment.number, segment.num_bytes), descriptor=segment.descriptor)
+            # All are too small. As many go as make up for the new one: what is kept does not grow
+            # beyond what was in use at a time.
+            size, given_back = rounded_bytes(num_bytes), list[Segment]()
+            for segment in sorted(free, key=lambda segment: segment.num_bytes):
+                if sum(of.num_bytes for of in given_back) >= size:
+                    break
+                given_back.append(self._segments.pop(segment.number)[0])
+        for segment in given_back:
+            segment.close()
+            self._ask(Unmap(segment.number))
+        segment = Segment(next(self._numbers), size, self._device)
+        try:
+            self._ask(Map(segment.number, size), descriptor=segment.descriptor)
+        except BaseException:
+            segment.close()
+            raise
         segment.close_descriptor()
         with self._state:
             self._segments[segment.number] = segment, client

@@ -155,6 +155,35 @@ def test_hints_held_stay_within_the_bound(files, reader):
         next(made)
 
 
+def test_memory_that_is_kept_does_not_grow_beyond_what_was_in_use_at_a_time():
+    reader = HintReader(CPU)
+    client = reader.new_client()
+
+    def kept_after(count: int, num_bytes: int) -> int:
+        taken = [reader._segment_of(client, num_bytes) for _ in range(count)]
+        for segment in taken:
+            reader.release(segment)
+        return sum(segment.num_bytes for segment, _ in reader._segments.values())
+
+    many_small = kept_after(8, 16384)
+    assert many_small == 8 * 16384
+    assert kept_after(2, 4 * 16384) == many_small
+    assert kept_after(1, 8 * 16384) == many_small
+    reader.close()
+
+
+def test_memory_that_the_process_does_not_get_is_given_back():
+    number = os.open("/dev/null", os.O_RDONLY)
+    os.close(number)
+    closed = HintReader(CPU)
+    closed.close()
+    with pytest.raises(RuntimeError, match="was closed"):
+        closed._segment_of(closed.new_client(), 4096)
+    again = os.open("/dev/null", os.O_RDONLY)
+    os.close(again)
+    assert again == number, "a descriptor was left open"
+
+
 def test_a_missing_hint_is_the_same_error_at_its_micro_batch(files, reader):
     folder, names, sites = files
     store = HintFiles(folder)
