@@ -65,14 +65,12 @@ class SharedMicroBatch:
         segment: The memory.
         num_bytes: Bytes of it that the micro-batch takes.
         told: Its content, as `content_in` takes it.
-        device: The model's device.
         sites: `TraceSites` of the model that will forward it.
     """
 
     segment: Segment
     num_bytes: int
     told: bytes
-    device: torch.device
     sites: TraceSites
 
     def moved(self, *, non_blocking: bool) -> MovedMicroBatch:
@@ -82,7 +80,7 @@ class SharedMicroBatch:
             non_blocking: Whether the copy is left to the current stream.
         """
         memory = self.segment.memory[: self.num_bytes]
-        there = memory.to(self.device, non_blocking=non_blocking, copy=True)
+        there = memory.to(self.sites.device, non_blocking=non_blocking, copy=True)
         return moved_micro_batch(content_in(there, self.told), there, self.sites)
 
 
@@ -94,7 +92,7 @@ class HintReader:
     the trainer, however that ends. Safe to use from several threads.
 
     Args:
-        device: Device of the models.
+        device: Device of the models; a GPU has the memory page-locked.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -182,7 +180,7 @@ class HintReader:
         """
         segment = self._segment_of(client, size.num_bytes)
         told = self._ask(Stage(client, segment.number))
-        return SharedMicroBatch(segment, size.num_bytes, told, self._device, sites)
+        return SharedMicroBatch(segment, size.num_bytes, told, sites)
 
     def release(self, segment: Segment) -> None:
         """Says that nothing copies from a segment any more; does not wait."""

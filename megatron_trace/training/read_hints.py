@@ -49,9 +49,10 @@ class _Reader:
         """Does what a message asks for."""
         match message:
             case Begin(client, plan, ended):
-                for known in (self._plans, self._jobs):
-                    for other in ended:
-                        known.pop(other, None)
+                for other in ended:
+                    self._plans.pop(other, None)
+                    _, unread = self._jobs.pop(other, (None, ()))
+                    self._store.release(unread)
                 self._plans[client] = plan
                 self._store.refresh()
             case Read():
@@ -99,14 +100,15 @@ def mapped(descriptor: int, num_bytes: int) -> torch.Tensor:
         os.close(descriptor)
 
 
-def _as_sent(error: Exception) -> Exception:
+def as_sent(error: Exception) -> Exception:
     """Gives an error that arrives as it is, with where it was raised."""
-    error.add_note("in the process that reads hints:\n" + traceback.format_exc())
+    sent = error
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:  # noqa: BLE001  Its words arrive in any case.
-        return RuntimeError(f"{type(error).__name__}: {error}")
-    return error
+        sent = RuntimeError(f"{type(error).__name__}: {error}")
+    sent.add_note("in the process that reads hints:\n" + traceback.format_exc())
+    return sent
 
 
 def main(descriptor: int) -> None:
@@ -130,7 +132,7 @@ def main(descriptor: int) -> None:
             except EndedError:
                 raise
             except Exception as error:  # noqa: BLE001  The trainer raises it.
-                reply = Failed(_as_sent(error))
+                reply = Failed(as_sent(error))
             channel.send(reply)
     except EndedError:
         return

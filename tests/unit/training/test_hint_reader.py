@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from megatron_trace.hints import HintFiles, HintFilesWriter, HintStore, RecordKind
+from megatron_trace.hints.tensor_file import DamagedFileError
 from megatron_trace.testing.assertions import assert_same_bytes
 from megatron_trace.testing.tiny_trainer import RecordedRollout
 from megatron_trace.training import hint_reader
@@ -24,7 +25,7 @@ from megatron_trace.training.hint_reader import HintReader, wants_process
 from megatron_trace.training.layout import RankLayout
 from megatron_trace.training.micro_batch import make_micro_batch
 from megatron_trace.training.prefetch import MicroBatchPrefetcher
-from megatron_trace.training.read_hints import mapped
+from megatron_trace.training.read_hints import as_sent, mapped
 from megatron_trace.training.reader_messages import sample_message, sample_of
 from megatron_trace.training.shared_content import content_in, told
 from megatron_trace.training.shared_memory import Segment, rounded_bytes
@@ -290,6 +291,36 @@ def test_a_killed_process_is_one_error_that_names_memory(files):
                     pass
     finally:
         reader.close()
+
+
+def test_a_file_that_is_cut_amid_its_reading_ends_the_pass_and_not_the_process(files, reader):
+    """The file is mapped: the system would say it by a signal."""
+    folder, names, sites = files
+    client = reader.new_client()
+    reader.begin(client, sites)
+    form = {"padding_token": 0, "num_positions": None, "packed": False}
+    size = reader.read(client, names[:1], HintFiles(folder), **form)
+    for file in folder.rglob("*.hints"):
+        os.truncate(file, 0)
+    with pytest.raises(DamagedFileError, match="cut to 0 of"):
+        reader.stage(client, size, sites)
+    reader.end(client)
+    reader.begin(reader.new_client(), sites)
+
+
+class Unsendable(Exception):
+    def __init__(self, part: str, number: int) -> None:
+        super().__init__(f"{part} of {number}")
+
+
+def test_an_error_that_cannot_be_sent_arrives_by_its_words_and_place():
+    try:
+        raise Unsendable("file 3", 7)
+    except Unsendable as error:
+        sent = pickle.loads(pickle.dumps(as_sent(error)))
+    assert str(sent) == "Unsendable: file 3 of 7"
+    assert "in the process that reads hints" in sent.__notes__[0]
+    assert "test_hint_reader.py" in sent.__notes__[0]
 
 
 @pytest.mark.parametrize("sent", ["SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2"])
