@@ -275,26 +275,23 @@ class Run:
 
     def run_in(self, pool: concurrent.futures.ThreadPoolExecutor, parts: Sequence[Part]) -> None:
         """Runs parts by threads, each of which waits for one."""
-        done = {part.name for part in parts if self.ended_well(part.name)}
-        waiting = {part.name: part for part in parts if part.name not in done}
-        known = {part.name for part in parts}
+        waiting = {part.name: part for part in parts if not self.ended_well(part.name)}
         running: dict[concurrent.futures.Future[bool], Part] = {}
         while waiting or running:
             for part in list(waiting.values()):
-                if all(name in done or name not in known for name in part.needs):
+                if all(map(self.ended_well, part.needs)):
                     running[pool.submit(self.run_part, part)] = waiting.pop(part.name)
             if not running:
                 for name, part in waiting.items():
-                    self.problems.append(f"{name} did not run: it needs {', '.join(part.needs)}")
+                    missing = [need for need in part.needs if not self.ended_well(need)]
+                    self.problems.append(f"{name} did not run: it needs {', '.join(missing)}")
                 return
             ended, _ = concurrent.futures.wait(
                 running, return_when=concurrent.futures.FIRST_COMPLETED
             )
             for future in ended:
                 part = running.pop(future)
-                if future.result():
-                    done.add(part.name)
-                else:
+                if not future.result():
                     self.problems.append(f"{part.name} failed: {self.log(part.name)}")
 
     def run_part(self, part: Part) -> bool:
@@ -548,8 +545,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parts = run.parts()
     if options.parts:
         chosen = options.parts.split(",")
-        if unknown := set(chosen) - {part.name for part in parts}:
-            raise SystemExit(f"no parts {unknown}; there are {[part.name for part in parts]}")
+        names = [part.name for part in parts]
+        if unknown := [name for name in chosen if name not in names]:
+            raise SystemExit(f"no part {', '.join(unknown)} here; there are {', '.join(names)}")
         parts = [part for part in parts if part.name in chosen]
     run.run(parts)
     first = run.judge()

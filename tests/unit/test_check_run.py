@@ -85,6 +85,12 @@ def test_a_part_whose_needs_failed_does_not_run_and_what_ended_well_is_not_repea
     assert run.problems == []
 
 
+def test_a_part_that_was_chosen_without_what_it_needs_does_not_run(check):
+    program, run, _ = check
+    run.run([program.Part("c", (sys.executable, "-c", ""), ("b",))])
+    assert run.problems == ["c did not run: it needs b"]
+
+
 def test_the_pattern_is_that_of_the_presets_first_layers(check):
     program, _, _ = check
     preset = ROOT / "launch" / "models" / "qwen3.5-35b-a3b.args"
