@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NoReturn, override
 
+from megatron_trace.config import TraceConfig
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunFlags:
@@ -44,6 +46,14 @@ class RunFlags:
     trace_hint_memory_mb: int | None = None
     trace_delta_rule: str = "auto"
     deterministic_mode: bool = False
+
+    @property
+    def trace_settings(self) -> dict[str, Any]:
+        """Fields of TraceConfig among the flags, by name."""
+        prefix = "trace_"
+        known = {field.name for field in fields(TraceConfig)}
+        values = ((name.removeprefix(prefix), value) for name, value in vars(self).items())
+        return {name: value for name, value in values if name in known}
 
     @property
     def trains_with_fla(self) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from megatron_trace.config import TraceConfig
 from megatron_trace.formats.number_format import FORMAT_SETS
 from megatron_trace.hints.types import Site, site_format
 from megatron_trace.launching.model_flags import RunFlags
@@ -54,6 +55,9 @@ class Job:
 
 def reasons_against(job: Job, flags: RunFlags) -> list[str]:
     """Gives why the job cannot run as asked for; nothing if nothing speaks against it."""
+    if wrong := [*_settings(flags)]:
+        # The other checks compute with these settings.
+        return wrong
     checks = (_paths, _layout, _devices, _divisibility, _batch, _storage, _time)
     return [reason for check in checks for reason in check(job, flags)]
 
@@ -100,6 +104,13 @@ def hint_bytes_per_token(flags: RunFlags) -> int:
         for site in flags.trace_hint_sites
         for values, layers in [widths[site]]
     )
+
+
+def _settings(flags: RunFlags) -> Iterator[str]:
+    try:
+        TraceConfig(**flags.trace_settings)
+    except ValueError as error:
+        yield f"the --trace-* flags: {error}"
 
 
 def _paths(job: Job, flags: RunFlags) -> Iterator[str]:

@@ -22,7 +22,7 @@ ALLOWED = {
     "models": {"formats", "hints", "config", "compat"},
     "conversion": {"formats", "hints", "models", "compat"},
     "planning": {"formats", "hints", "models"},
-    "launching": {"formats", "hints", "models", "planning"},
+    "launching": {"config", "formats", "hints", "models", "planning"},
     "rollout": LEVEL_2,
     "training": LEVEL_2,
     "rl": LEVEL_2 | {"rollout", "training"},

@@ -77,6 +77,9 @@ def test_a_fitting_job_is_not_refused():
         ("more than half of the host's", ["--trace-hint-memory-mb=200000"], {}),
         ("no attempt would get on", [], {"time_limit_s": 400}),
         ("the step that is under way would be lost", [], {"step_s": 900}),
+        ("hint_sites must be distinct sites", ["--trace-hint-sites", "fc1", "kv"], {}),
+        ("method must be one of", ["--trace-method=tracee"], {}),
+        ("residue", ["--trace-number-format=mxfp4", "--trace-hint-scales=residue"], {}),
     ],
 )
 def test_each_reason_is_a_sentence(reason, more, changes):
