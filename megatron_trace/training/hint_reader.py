@@ -185,7 +185,8 @@ class HintReader:
     def release(self, segment: Segment) -> None:
         """Says that nothing copies from a segment any more; does not wait."""
         with self._state:
-            self._segments[segment.number] = segment, None
+            if segment.number in self._segments:  # Else it went with `close`.
+                self._segments[segment.number] = segment, None
 
     def end(self, client: int) -> None:
         """Ends a client: its segments are free; does not wait."""

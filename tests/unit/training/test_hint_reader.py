@@ -337,6 +337,19 @@ def test_a_signal_to_all_of_a_job_leaves_the_process_to_the_trainer(files, reade
         assert sum(1 for _ in made) == len(batches) - 1
 
 
+def test_a_reader_that_is_closed_first_lets_a_pass_end_and_closes_again(files):
+    folder, names, sites = files
+    reader = HintReader(CPU)
+    with MicroBatchPrefetcher(
+        [[name] for name in names], HintFiles(folder), sites, max_host_bytes=None, reader=reader
+    ) as made:
+        next(made)
+        reader.close()
+    reader.close()
+    with pytest.raises(RuntimeError, match="was closed"):
+        reader.start()
+
+
 def test_a_process_that_cannot_start_is_one_error(files, monkeypatch):
     folder, names, sites = files
     monkeypatch.setattr(hint_reader, "_START", "raise SystemExit(3)")
