@@ -95,7 +95,7 @@ class MicroBatchPrefetcher:
         self._client = None if reader is None else reader.new_client()
         form = _Form(padding_token, num_positions, packed)
         if reader is None or self._client is None:
-            jobs = (reading_job(batch, store, sites, form, pin_memory=on_gpu) for batch in batches)
+            jobs = (_reading_job(batch, store, sites, form, pin_memory=on_gpu) for batch in batches)
         else:
             jobs = _jobs_of(reader, self._client, batches, store, sites, form)
         self._ahead = ReadAhead[OnHost](jobs, max_bytes=max_host_bytes)
@@ -200,7 +200,7 @@ def read_micro_batch(
         ValueError: See `make_micro_batch`; or its hints exceed the bound.
     """
     form = _Form(num_positions=num_positions, packed=packed)
-    job = reading_job(samples, store, sites, form, pin_memory=False)
+    job = _reading_job(samples, store, sites, form, pin_memory=False)
     require_within(job.num_bytes, max_host_bytes)
     return job.build().moved(non_blocking=False).micro_batch
 
@@ -214,7 +214,7 @@ class _Form:
     packed: bool = False
 
 
-def reading_job(
+def _reading_job(
     batch: Wanted, store: HintSource | None, sites: TraceSites, form: _Form, *, pin_memory: bool
 ) -> Job[OnHost]:
     """Gives the job of reading a micro-batch in this process."""
