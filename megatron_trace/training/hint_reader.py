@@ -257,7 +257,9 @@ class _Child:
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
-            command = [sys.executable, "-c", _START, str(theirs.fileno()), json.dumps(sys.path)]
+            # As an import does, which passes over all else.
+            folders = [of for of in sys.path if isinstance(of, str)]
+            command = [sys.executable, "-c", _START, str(theirs.fileno()), json.dumps(folders)]
             try:
                 self.process = subprocess.Popen(
                     command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL

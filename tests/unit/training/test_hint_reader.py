@@ -364,6 +364,13 @@ def test_a_process_that_cannot_start_is_one_error(files, monkeypatch):
     reader.close()
 
 
+def test_folders_of_imports_may_be_paths(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "path", [*sys.path, tmp_path])
+    reader = HintReader(CPU)
+    reader.start()
+    reader.close()
+
+
 def test_an_interpreter_that_is_not_there_is_one_error(files, monkeypatch):
     folder, names, sites = files
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
