@@ -33,7 +33,7 @@ class Segment:
     def __init__(self, number: int, num_bytes: int, device: torch.device) -> None:
         self.number = number
         self.num_bytes = num_bytes
-        self._locked = False
+        self._locked_for: torch.device | None = None
         why = self._take()
         if why:
             raise RuntimeError(
@@ -75,7 +75,7 @@ class Segment:
                 f"{self.num_bytes} bytes of shared memory cannot be page-locked ({error}); raise "
                 "the limit of locked memory (ulimit -l), or choose --trace-hint-reader thread"
             )
-        self._locked = True
+        self._locked_for = device
 
     def close_descriptor(self) -> None:
         """Closes the descriptor, once the other process has mapped the memory."""
@@ -86,10 +86,12 @@ class Segment:
     def close(self) -> None:
         """Gives the memory back; nothing may copy from it any more."""
         self.close_descriptor()
-        if self._locked:
-            runtime: Any = torch.cuda.cudart()
-            runtime.cudaHostUnregister(self.memory.data_ptr())
-            self._locked = False
+        if self._locked_for is not None:
+            # In the context that locked it, like there.
+            with torch.cuda.device(self._locked_for):
+                runtime: Any = torch.cuda.cudart()
+                runtime.cudaHostUnregister(self.memory.data_ptr())
+            self._locked_for = None
         del self.memory
         self._map.close()
 

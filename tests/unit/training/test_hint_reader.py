@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import pickle
@@ -407,6 +408,34 @@ def test_shared_memory_has_no_name_that_could_be_left():
     other = mapped(os.dup(segment.descriptor), 4096)
     assert bool((other == 7).all())
     segment.close()
+
+
+def test_memory_is_locked_and_unlocked_in_the_context_of_its_device(monkeypatch):
+    """Of another device, the thread that reads ahead would make a context there."""
+    calls, current = [], []
+
+    class Runtime:
+        class cudaError:
+            success = 0
+
+        def cudaHostRegister(self, *_):
+            calls.append(("lock", *current))
+            return 0
+
+        def cudaHostUnregister(self, *_):
+            calls.append(("unlock", *current))
+            return 0
+
+    @contextlib.contextmanager
+    def device(of):
+        current.append(of.index)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "cudart", Runtime)
+    monkeypatch.setattr(torch.cuda, "device", device)
+    Segment(0, 4096, torch.device("cuda", 3)).close()
+    assert calls == [("lock", 3), ("unlock", 3)]
 
 
 @pytest.mark.parametrize(
