@@ -30,13 +30,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from check_run_judge import Judge, Logs, said, table
+
 ROOT = Path(__file__).resolve().parents[1]
-METRICS = ("log-prob gap", "kl rollout", "grad norm")
-# At most, the gap of trace over that of qat on the policy that rolled out: on a GPU, and of the
-# narrow model, in which BF16 and the order of sums weigh more than FP4's roundings.
-MOST_OF_QAT = {False: 0.5, True: 0.9}
-# After a checkpoint, sums of a GPU's atomic additions may be in another order.
-GOES_ON_WITHIN = 0.05
 # Hints are read ahead, as in a large run.
 AHEAD = ("--trace-prefetch", "--trace-hint-memory-mb=512")
 # A model that a CPU trains in seconds; later flags replace those of the preset.
@@ -83,12 +79,12 @@ class Part:
 
 
 class Run:
-    """Parts, what they printed, and what is wrong."""
+    """Parts, and which of them failed."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
         self.out: Path = options.out.resolve()
-        self.logs = self.out / "logs"
+        self.logs = Logs(self.out)
         self.python = sys.executable
         self.problems: list[str] = []
 
@@ -275,15 +271,15 @@ class Run:
 
     def run_in(self, pool: concurrent.futures.ThreadPoolExecutor, parts: Sequence[Part]) -> None:
         """Runs parts by threads, each of which waits for one."""
-        waiting = {part.name: part for part in parts if not self.ended_well(part.name)}
+        waiting = {part.name: part for part in parts if not self.logs.ended_well(part.name)}
         running: dict[concurrent.futures.Future[bool], Part] = {}
         while waiting or running:
             for part in list(waiting.values()):
-                if all(map(self.ended_well, part.needs)):
+                if all(map(self.logs.ended_well, part.needs)):
                     running[pool.submit(self.run_part, part)] = waiting.pop(part.name)
             if not running:
                 for name, part in waiting.items():
-                    missing = [need for need in part.needs if not self.ended_well(need)]
+                    missing = [need for need in part.needs if not self.logs.ended_well(need)]
                     self.problems.append(f"{name} did not run: it needs {', '.join(missing)}")
                 return
             ended, _ = concurrent.futures.wait(
@@ -292,141 +288,24 @@ class Run:
             for future in ended:
                 part = running.pop(future)
                 if not future.result():
-                    self.problems.append(f"{part.name} failed: {self.log(part.name)}")
+                    self.problems.append(f"{part.name} failed: {self.logs.log(part.name)}")
 
     def run_part(self, part: Part) -> bool:
         """Runs one part and says how it ended; its log's end is shown if it failed."""
         started = time.perf_counter()
-        with self.log(part.name).open("w") as log:
+        with self.logs.log(part.name).open("w") as log:
             status = subprocess.run(
                 part.command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, check=False
             ).returncode
         seconds = time.perf_counter() - started
         said(f"{part.name}: {'ran' if status == 0 else f'status {status}'}, {seconds:.1f} s")
         if status == 0:
-            self.mark(part.name).touch()
+            self.logs.mark(part.name).touch()
         else:
             # What the launcher adds says nothing of the reason.
-            own = re.split(r"\n.*/elastic/multiprocessing/api.py", self.text(part.name))[0]
+            own = re.split(r"\n.*/elastic/multiprocessing/api.py", self.logs.text(part.name))[0]
             said("\n".join(f"    {line}" for line in own.splitlines()[-40:]))
         return status == 0
-
-    def log(self, name: str) -> Path:
-        """Gives the file of what a part printed."""
-        return self.logs / f"{name}.log"
-
-    def mark(self, name: str) -> Path:
-        """Gives the file that says that a part ended well."""
-        return self.logs / f"{name}.done"
-
-    def ended_well(self, name: str) -> bool:
-        """Whether a part ran before, or now, to its end."""
-        return self.mark(name).exists()
-
-    def text(self, name: str) -> str:
-        """Gives what a part printed; of the job, also what its tasks did."""
-        text = self.log(name).read_text(errors="replace") if self.log(name).exists() else ""
-        if name.startswith("job"):
-            logs = sorted((self.out / "job" / "logs").glob("job-*/attempt-*/*.log"))
-            text += "".join(path.read_text(errors="replace") for path in logs)
-        return text
-
-    # Whether it did what it should.
-
-    def judge(self) -> dict[str, dict[str, float]]:
-        """Notes what is wrong, and gives the first step of each trainer."""
-        first: dict[str, dict[str, float]] = {}
-        for name in ("trace", "qat", "trace-te", "qat-te", "trace-te-recipe"):
-            self.judge_trainer(name, first)
-        for name in ("trace-tp", "trace-tp-te", "job", "goes-on"):
-            self.judge_trainer(name, first)
-        for trace, qat in (
-            ("trace", "qat"),
-            ("trace-te", "qat-te"),
-            ("trace-te-recipe", "qat-te"),
-            ("trace-tp", "qat"),
-            ("trace-tp-te", "qat-te"),
-        ):
-            if trace in first and qat in first:
-                gaps = [first[name]["log-prob gap"] for name in (trace, qat)]
-                if not gaps[0] < MOST_OF_QAT[self.options.cpu] * gaps[1]:
-                    self.problems.append(
-                        f"the gap of {trace} is {gaps[0]:.3g}, of {qat} {gaps[1]:.3g}"
-                    )
-        self.judge_goes_on()
-        self.judge_digests()
-        compared = self.text("job").count("has the digest of its rollouts")
-        if self.ended_well("job") and compared < self.options.steps:
-            self.problems.append(f"job: weights were compared in {compared} steps only")
-        return first
-
-    def judge_trainer(self, name: str, first: dict[str, dict[str, float]]) -> None:
-        """Looks at a trainer's steps and at how rows were rounded."""
-        if not self.ended_well(name):
-            return
-        text = self.text(name)
-        steps = iterations(text)
-        if not steps:
-            self.problems.append(f"{name} logged no step")
-            return
-        first[name] = steps[min(steps)]
-        if any(not 0 < step["grad norm"] < float("inf") for step in steps.values()):
-            self.problems.append(
-                f"{name}: gradient norms {[s['grad norm'] for s in steps.values()]}"
-            )
-        ran = "TRACE ran: method " + ("qat" if name.startswith("qat") else "trace")
-        if ran not in text:
-            self.problems.append(f"{name} did not say '{ran}'")
-        guided = re.findall(r"(fc1|k|v): +([\d.]+)% of the rows guided", text)
-        if name.startswith("qat"):
-            if guided or "fc1: all rounded to nearest" not in text:
-                self.problems.append(f"{name} did not round all rows of fc1 to nearest")
-        elif {site for site, _ in guided} != {"fc1", "k", "v"}:
-            self.problems.append(f"{name}: sites {guided}")
-        elif (low := min(float(share) for _, share in guided)) < 99.9:
-            self.problems.append(f"{name}: only {low}% of the rows of a site were guided")
-
-    def judge_goes_on(self) -> None:
-        """Compares the step after a checkpoint with that of who was not stopped."""
-        if not (self.ended_well("goes-on") and self.ended_well("trace")):
-            return
-        whole, after = (iterations(self.text(name)) for name in ("trace", "goes-on"))
-        if sorted(after) != [3, 4]:
-            self.problems.append(f"from the checkpoint of step 2, steps {sorted(after)} followed")
-            return
-        # Megatron's line of the second step after a start averages over both.
-        for name in METRICS:
-            one, other = whole[3].get(name), after[3].get(name)
-            if one is None or other is None:
-                continue
-            if abs(one - other) > GOES_ON_WITHIN * max(abs(one), 1e-3):
-                self.problems.append(
-                    f"step 3: {name} {other:.4g} after a checkpoint, not {one:.4g}"
-                )
-
-    def judge_digests(self) -> None:
-        """Compares the quantised weights of trainers with those of engines."""
-        pairs = [("trace", "evaluation", "4")]
-        pairs += [("job", "job", str(n)) for n in range(1, self.options.steps)]
-        pairs += [("job", "job-evaluation", str(self.options.steps))]
-        for trainer, engine, version in pairs:
-            if not (self.ended_well(trainer) and self.ended_well(engine)):
-                continue
-            ours = re.findall(rf"^  version {version} has digest (\w+)", self.text(trainer), re.M)
-            if engine == "job":
-                pattern = rf"worker \w+: version {version} has digest (\w+)"
-            else:
-                pattern = rf"'iteration': {version}\b.*'weights_digest': '(\w+)'"
-            theirs = re.findall(pattern, self.text(engine))
-            if not ours or not theirs or set(ours) != set(theirs):
-                self.problems.append(
-                    f"version {version}: digest {sorted(set(ours))} in {trainer}, "
-                    f"{sorted(set(theirs))} in the engine of {engine}"
-                )
-            else:
-                said(
-                    f"version {version} of {trainer}: digest {ours[0]} in the engine too ({engine})"
-                )
 
 
 # The checkpoint of step 2 alone, as if the trainer had been stopped there.
@@ -438,21 +317,6 @@ if not (out / "half" / "iter_0000002").exists():
     (out / "half" / "iter_0000002").symlink_to(out / "trained" / "iter_0000002")
 (out / "half" / "latest_checkpointed_iteration.txt").write_text("2")
 """
-
-
-def said(text: str) -> None:
-    """Prints at once."""
-    print(text, flush=True)
-
-
-def iterations(text: str) -> dict[int, dict[str, float]]:
-    """Gives what Megatron logged of each step."""
-    found: dict[int, dict[str, float]] = {}
-    for line in re.findall(r"iteration +\d+/ .*", text):
-        number = int(line.split()[1].rstrip("/"))
-        values = {name: re.search(rf"{name}: ([-+.\w]+)", line) for name in METRICS}
-        found[number] = {name: float(value[1]) for name, value in values.items() if value}
-    return found
 
 
 def pattern_of(preset: Path, layers: int, *, attention_only: bool) -> str:
@@ -472,15 +336,6 @@ def sums(count: int) -> list[dict[str, str | int]]:
         total, prompt = sum(numbers), "+".join(map(str, numbers)) + "="
         records.append({"prompt": prompt, "answer": str(total), "sum": total})
     return records
-
-
-def table(first: dict[str, dict[str, float]]) -> str:
-    """Gives the first step of each trainer as text."""
-    lines = [f"{'first step of':18}" + "".join(f"{name:>15}" for name in METRICS)]
-    for name, values in first.items():
-        cells = "".join(f"{values.get(metric, float('nan')):15.3e}" for metric in METRICS)
-        lines.append(f"{name:18}{cells}")
-    return "\n".join(lines)
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -537,7 +392,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parse_arguments(arguments)
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     run = Run(options)
-    run.logs.mkdir(parents=True, exist_ok=True)
+    run.logs.folder.mkdir(parents=True, exist_ok=True)
     if options.tasks is None:
         options.tasks = run.out / "prompts.jsonl"
         options.tasks.write_text("".join(json.dumps(record) + "\n" for record in sums(4000)))
@@ -550,12 +405,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise SystemExit(f"no part {', '.join(unknown)} here; there are {', '.join(names)}")
         parts = [part for part in parts if part.name in chosen]
     run.run(parts)
-    first = run.judge()
+    judge = Judge(run.logs, cpu=options.cpu, steps=options.steps)
+    first = judge.judge_all()
+    problems = run.problems + judge.problems
     said(table(first))
-    record = {"first_steps": first, "problems": run.problems, "options": vars(options)}
+    record = {"first_steps": first, "problems": problems, "options": vars(options)}
     (run.out / "check_run.json").write_text(json.dumps(record, indent=1, default=str) + "\n")
-    if run.problems:
-        raise SystemExit("not as it must be:\n  " + "\n  ".join(run.problems))
+    if problems:
+        raise SystemExit("not as it must be:\n  " + "\n  ".join(problems))
     said("all as it must be")
 
 

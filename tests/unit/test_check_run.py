@@ -36,14 +36,15 @@ def check(tmp_path):
     program = load_program(ROOT / "tools" / "check_run.py")
     options = argparse.Namespace(out=tmp_path, cpu=False, steps=2, at_once=2)
     run = program.Run(options)
-    run.logs.mkdir()
+    run.logs.folder.mkdir()
 
     def judged(**changed):
         for name, text in (LOGS | changed).items():
-            run.log(name).write_text(text)
-            run.mark(name).touch()
-        run.judge()
-        return run.problems
+            run.logs.log(name).write_text(text)
+            run.logs.mark(name).touch()
+        judge = program.Judge(run.logs, cpu=options.cpu, steps=options.steps)
+        judge.judge_all()
+        return judge.problems
 
     return program, run, judged
 
