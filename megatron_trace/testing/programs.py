@@ -14,7 +14,8 @@ from types import ModuleType
 def load_program(path: Path) -> ModuleType:
     """Gives a program as a module of the file's name, executed anew but for its `main`.
 
-    It is what the name stands for from then on, as its dataclasses look their module up.
+    It is what the name stands for from then on, as its dataclasses look their module up, and finds
+    the modules beside it.
 
     Args:
         path: Its file.
@@ -26,7 +27,11 @@ def load_program(path: Path) -> ModuleType:
     assert spec is not None, path
     assert spec.loader is not None, path
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    sys.path.insert(0, str(path.parent))
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(path.parent))
     return module
 
 
