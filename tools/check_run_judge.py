@@ -63,9 +63,8 @@ class Judge:
     def judge_all(self) -> dict[str, dict[str, float]]:
         """Notes what is wrong, and gives the first step of each trainer."""
         first: dict[str, dict[str, float]] = {}
-        for name in ("trace", "qat", "trace-te", "qat-te", "trace-te-recipe"):
-            self.judge_trainer(name, first)
-        for name in ("trace-tp", "trace-tp-te", "job", "goes-on"):
+        trainers = ("trace", "qat", "trace-te", "qat-te", "trace-te-recipe", "trace-tp")
+        for name in (*trainers, "trace-tp-te", "job", "goes-on"):
             self.judge_trainer(name, first)
         for trace, qat in (
             ("trace", "qat"),

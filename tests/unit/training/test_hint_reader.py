@@ -351,15 +351,23 @@ def test_a_reader_that_is_closed_first_lets_a_pass_end_and_closes_again(files):
         reader.start()
 
 
-def test_a_process_that_cannot_start_is_one_error(files, monkeypatch):
+@pytest.mark.parametrize(
+    ("target", "name", "value", "message"),
+    [
+        (hint_reader, "_START", "raise SystemExit(3)", r"could not start \(exit status 3.*"),
+        (sys, "executable", "/nowhere/python", r"cannot be started.*"),
+    ],
+    ids=["its program ends", "no interpreter"],
+)
+def test_a_process_that_cannot_start_is_one_error(files, monkeypatch, target, name, value, message):
     folder, names, sites = files
-    monkeypatch.setattr(hint_reader, "_START", "raise SystemExit(3)")
+    monkeypatch.setattr(target, name, value)
     reader = HintReader(CPU)
     with (
         MicroBatchPrefetcher(
             [names], HintFiles(folder), sites, max_host_bytes=None, reader=reader
         ) as made,
-        pytest.raises(RuntimeError, match=r"could not start \(exit status 3.*reader thread"),
+        pytest.raises(RuntimeError, match=message + "reader thread"),
     ):
         next(made)
     reader.close()
@@ -369,20 +377,6 @@ def test_folders_of_imports_may_be_paths(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "path", [*sys.path, tmp_path])
     reader = HintReader(CPU)
     reader.start()
-    reader.close()
-
-
-def test_an_interpreter_that_is_not_there_is_one_error(files, monkeypatch):
-    folder, names, sites = files
-    monkeypatch.setattr(sys, "executable", "/nowhere/python")
-    reader = HintReader(CPU)
-    with (
-        MicroBatchPrefetcher(
-            [names], HintFiles(folder), sites, max_host_bytes=None, reader=reader
-        ) as made,
-        pytest.raises(RuntimeError, match=r"cannot be started.*reader thread"),
-    ):
-        next(made)
     reader.close()
 
 
