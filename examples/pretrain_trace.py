@@ -134,9 +134,11 @@ def main() -> None:
 
     model_config.transformer.finalize_model_grads_func = finalize_grads
     compat.data_set_helpers_not_compiled()
+    saving = contextlib.nullcontext if args.async_save else compat.checkpoint_writes_in_process
     with (
         contextlib.closing(training),
         compat.distributed_optimizer_resumes_with_torch_adam(),
+        saving(),
     ):
         try:
             pretrain(

@@ -1,5 +1,6 @@
 """Megatron's own training loop on recorded rollouts: the two examples, one after the other."""
 
+import multiprocessing
 import os
 import re
 import shutil
@@ -48,6 +49,7 @@ def pretrain_on_rank(rank, flags, folder, ranks):
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
     sys.argv = [str(path), *flags.split()]
     program.main()
+    sys.stdout.write(f"rank {rank} started {multiprocessing.active_children()}\n")
 
 
 def fork_pretrain(flags, folder, *, ranks=1):
@@ -130,16 +132,29 @@ def test_a_rollout_is_trained_on_and_the_gap_starts_small(trained):
     assert "TRACE ran: method trace, 40 samples" in trained
 
 
-def test_a_fresh_process_resumes_the_distributed_optimizer_exactly(folder, trained):
+@pytest.fixture(scope="module")
+def resumed(folder, trained):
+    """What two fresh processes print that go on from the second checkpoint."""
     flags = training(only_iteration_2(folder, "resumed"), "resumed", "2")
-    resumed = iterations(fork_pretrain(flags, folder, ranks=2))
+    return fork_pretrain(flags, folder, ranks=2)
+
+
+def test_a_fresh_process_resumes_the_distributed_optimizer_exactly(folder, trained, resumed):
     # Megatron's line of the second iteration after a start averages over both.
-    assert resumed[3] == iterations(trained)[3]
+    assert iterations(resumed)[3] == iterations(trained)[3]
     states = [tensors(folder / name / "iter_0000004") for name in ("whole", "resumed")]
     assert states[0].keys() == states[1].keys()
     assert any("exp_avg" in name for name in states[0])
     for name, tensor in states[0].items():
         assert torch.equal(tensor, states[1][name]), name
+
+
+def test_a_checkpoint_is_written_without_a_process_that_imports_the_program_again(resumed):
+    assert resumed.count("successfully saved checkpoint from iteration       4") == 1
+    assert sorted(re.findall(r"rank \d started .*", resumed)) == [
+        "rank 0 started []",
+        "rank 1 started []",
+    ]
 
 
 def test_a_checkpoint_of_two_expert_parallel_ranks_loads_into_one(folder, trained):
