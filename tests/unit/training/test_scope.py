@@ -183,7 +183,7 @@ def test_an_exception_in_backward_leaves_nothing_in_force_and_a_retry_works(roll
 def test_a_pass_without_micro_batch_chooses_its_own_experts_whatever_is_in_flight(rolled):
     """Also if an exception has just left a backward pass unfinished."""
     model, sites, (first, *_) = _trainer(rolled, "bf16", "full")
-    tokens = torch.arange(8)[None] % VOCAB_SIZE
+    tokens = torch.arange(8, device=first.tokens.device)[None] % VOCAB_SIZE
     expected = _backward(model, model(tokens, tokens, None))
     plain = model(tokens, tokens, None)
     logprobs = _forward(model, sites, first)
