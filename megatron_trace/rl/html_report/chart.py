@@ -69,6 +69,8 @@ def number_text(value: float) -> str:
     """Gives a number with three significant digits, as short as it goes; – for NaN."""
     if math.isnan(value):
         return "–"
+    if math.isinf(value):
+        return "∞" if value > 0 else "-∞"
     if value == 0:
         return "0"
     if 1e-3 <= abs(value) < 1e5:

@@ -45,7 +45,7 @@ def page(runs: Sequence[RunFolder], *, title: str, made: datetime) -> str:
         *tables.versions_section(groups),
         _READING,
     ]
-    return (
+    text = (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
@@ -55,6 +55,8 @@ def page(runs: Sequence[RunFolder], *, title: str, made: datetime) -> str:
         + "\n".join(body)
         + "\n</main>\n</body>\n</html>\n"
     )
+    # Names of files, and what a run's file holds, may be no Unicode.
+    return text.encode("utf-8", errors="replace").decode("utf-8")
 
 
 def _counted(count: int, noun: str) -> str:

@@ -80,11 +80,13 @@ def spread_of(values: Sequence[float]) -> Spread:
     found = [value for value in values if math.isfinite(value)]
     if not found:
         return Spread(math.nan, math.nan, 0)
-    mean = math.fsum(found) / len(found)
+    mean = _mean(found)
     if len(found) < 2:
         return Spread(mean, math.nan, 1)
-    variance = math.fsum((value - mean) ** 2 for value in found) / (len(found) - 1)
-    return Spread(mean, _t(len(found) - 1) * math.sqrt(variance / len(found)), len(found))
+    # Squares of what a collapsed run logs may be beyond FP64; `hypot` takes none.
+    distance = math.hypot(*(value - mean for value in found))
+    error = distance / math.sqrt((len(found) - 1) * len(found))
+    return Spread(mean, _t(len(found) - 1) * error, len(found))
 
 
 def points_of(group: Group, curve: Curve) -> list[Point]:
@@ -96,7 +98,7 @@ def points_of(group: Group, curve: Curve) -> list[Point]:
             if math.isfinite(value):
                 by_step.setdefault(int(record["step"]), []).append(value)
     return [
-        Point(step, math.fsum(found) / len(found), min(found), max(found), len(found))
+        Point(step, _mean(found), min(found), max(found), len(found))
         for step, found in sorted(by_step.items())
     ]
 
@@ -105,13 +107,18 @@ def mean_of_last_fifth(run: RunFolder, curve: Curve) -> float:
     """Gives the mean of a curve over the last fifth of the run's steps, at least one; or NaN."""
     last = run.records[-max(1, len(run.records) // 5) :]
     found = [value for record in last if math.isfinite(value := curve.of(record))]
-    return math.fsum(found) / len(found) if found else math.nan
+    return _mean(found) if found else math.nan
 
 
 def mean_of_all(run: RunFolder, curve: Curve) -> float:
     """Gives the mean of a curve over all steps of the run; or NaN."""
     found = [value for record in run.records if math.isfinite(value := curve.of(record))]
-    return math.fsum(found) / len(found) if found else math.nan
+    return _mean(found) if found else math.nan
+
+
+def _mean(values: Sequence[float]) -> float:
+    """Gives the mean, also of values whose sum is beyond FP64."""
+    return math.fsum(value / len(values) for value in values)
 
 
 def _t(degrees: int) -> float:

@@ -264,7 +264,7 @@ def _alarms(record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 def _skipped(run: RunFolder) -> int:
     values = [_float(record.get("skipped_updates")) for record in run.records]
-    return int(sum(value for value in values if math.isfinite(value)))
+    return sum(int(value) for value in values if math.isfinite(value))
 
 
 def _steps(steps: Sequence[int]) -> str:

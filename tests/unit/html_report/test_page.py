@@ -124,6 +124,24 @@ def test_a_record_of_wrong_types_gives_a_page(write_run):
     assert Parsed(made(find_runs([folder]))).faults == []
 
 
+def test_numbers_beyond_fp64_and_text_that_is_no_unicode_give_a_page(write_run):
+    """As of a collapsed run: an alarm of Inf, means and squares that overflow."""
+    alarm = {"alarm": "gap_max", "value": "Infinity", "threshold": 1.0, "action": "warn"}
+    runs = [
+        write_run(
+            f"seed-{seed}/trace",
+            [{"step": n, "loss": loss, "alarms": [alarm]} for n in range(2)],
+            name="trace",
+            seed=seed,
+            reason="\udcff",
+        )
+        for seed, loss in ((0, 1.7e308), (1, 1.1e308))
+    ]
+    text = made(find_runs(runs))
+    assert "gap_max warn 2 0, 1 ∞ ∞ 1" in Parsed(text).text
+    text.encode("utf-8")
+
+
 def test_a_report_of_no_run_is_refused():
     with pytest.raises(ValueError, match="at least one run"):
         made([])
