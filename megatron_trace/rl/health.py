@@ -60,7 +60,7 @@ def _field(*path: str) -> Callable[[Record], float | None]:
 
 
 def _largest(*path: str) -> Callable[[Record], float | None]:
-    """Gives the largest number of a field that has them by site, or by site and layer."""
+    """Gives the largest number of a field that has them by site, or by site and layer; or NaN."""
     get: Callable[[Record], Any] = _field(*path)
 
     def numbers(value: Any) -> list[float]:
@@ -68,7 +68,11 @@ def _largest(*path: str) -> Callable[[Record], float | None]:
             return [number for part in value.values() for number in numbers(part)]
         return [] if value is None else [float(value)]
 
-    return lambda record: max(numbers(get(record)), default=None)
+    def of(record: Record) -> float | None:
+        found = numbers(get(record))
+        return math.nan if any(map(math.isnan, found)) else max(found, default=None)
+
+    return of
 
 
 def _mean_gap(delta: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

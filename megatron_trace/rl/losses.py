@@ -67,10 +67,10 @@ class LossSums(Sums):
     damping: float = 0.0
 
     def means(self) -> dict[str, Any]:
-        """Gives the metrics per token; all 0 without a token."""
+        """Gives the metrics per token; all None without a token, as an entropy of 0 is a collapse."""
         num_tokens = max(self.num_tokens, 1)
         ratio_mean = self.ratio / num_tokens
-        return {
+        means = {
             "clipped_share": self.clipped / num_tokens,
             "importance_weight_mean": self.weight / num_tokens,
             "importance_capped_share": self.capped / num_tokens,
@@ -82,6 +82,7 @@ class LossSums(Sums):
             "entropy": self.surprise / num_tokens,
             "rho_asym": self.rho_asym,
         }
+        return means if self.num_tokens else dict.fromkeys(means)
 
     @property
     def rho_asym(self) -> float | None:

@@ -102,6 +102,13 @@ def test_what_a_step_does_not_have_raises_no_alarm_and_nan_does():
     assert len(raised(alarms_of("grad_norm=1:stop"), RECORD | {"grad_norm": math.nan})) == 1
 
 
+@pytest.mark.parametrize("layers", [(0.001, math.nan), (math.nan, 0.001)])
+def test_a_nan_of_one_layer_raises_an_alarm_wherever_it_stands(layers):
+    health = RECORD["health"] | {"d_act": {"fc1": dict(enumerate(layers))}}
+    (found,) = raised(alarms_of("d_act=1:stop"), RECORD | {"health": health})
+    assert math.isnan(found["value"])
+
+
 def test_a_run_stops_for_alarms_with_that_action_only():
     alarms = alarms_of("gap_mean=0.01:stop", "kl=0:warn", "lag=1:stop")
     record = RECORD | {"alarms": raised(alarms, RECORD)}

@@ -111,12 +111,17 @@ def test_a_guided_run_trains_under_every_objective(started, objective):
 
 
 def test_a_step_whose_groups_have_no_spread_leaves_the_weights_alone(started, monkeypatch):
-    """DAPO then has no sample to train on, and nothing is divided by their number."""
-    run = started("qat", loss=LossConfig(objective="dapo"))
+    """DAPO then has no sample to train on, and nothing is divided by their number.
+
+    Nor is their entropy 0, for which an alarm would stop the run.
+    """
+    watched = HealthConfig(alarms=("entropy=0.1:stop",))
+    run = started("qat", loss=LossConfig(objective="dapo"), health=watched)
     monkeypatch.setattr(step, "scores_of", lambda *_: Scores([1.0] * 16))
     before, metrics = weights_of(run), rl_step(run)
     assert metrics["without_spread_dropped"] == 16
     assert (metrics["loss"], metrics["grad_norm"], metrics["gap"]["num_tokens"]) == (0.0, 0.0, 0)
+    assert (metrics["entropy"], metrics["alarms"]) == (None, [])
     for name, value in weights_of(run).items():
         assert torch.equal(value, before[name]), name
     assert run.progress.policy_version == 1
