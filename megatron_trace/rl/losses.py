@@ -67,7 +67,7 @@ class LossSums(Sums):
     damping: float = 0.0
 
     def means(self) -> dict[str, Any]:
-        """Gives the metrics per token; all None without a token, as an entropy of 0 is a collapse."""
+        """Gives the metrics per token; all None without a token: an entropy of 0 is a collapse."""
         num_tokens = max(self.num_tokens, 1)
         ratio_mean = self.ratio / num_tokens
         means = {
