@@ -5,6 +5,8 @@ Each reads the values once and writes a count, where torch writes whole tensors 
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -15,19 +17,16 @@ from megatron_trace.formats.kernels_inputs import prepared_values
 _VALUES = 8192
 
 
-def num_blocks_beyond(x: torch.Tensor, limit: float, block_size: int) -> torch.Tensor:
-    """Counts the blocks whose largest magnitude exceeds a limit; a NaN does not.
+def add_blocks_beyond(count: torch.Tensor, x: torch.Tensor, limit: float, block_size: int) -> None:
+    """Adds the number of blocks whose largest magnitude exceeds a limit; a NaN does not.
 
     Args:
+        count: int64 [1] on the GPU of x.
         x: float [..., K] on a GPU, K a multiple of the block size.
         limit: The limit, which is rounded to the dtype of x first.
         block_size: Neighbouring values of a block, a power of two.
-
-    Returns:
-        int64 0-d.
     """
-    rounded = torch.tensor(limit).to(x.dtype).item()
-    return _count(x, rounded, block_size, BEYOND=True)
+    _count(count, x, _rounded(limit, x.dtype), block_size, BEYOND=True)
 
 
 def num_non_finite(x: torch.Tensor) -> torch.Tensor:
@@ -39,12 +38,18 @@ def num_non_finite(x: torch.Tensor) -> torch.Tensor:
     Returns:
         int64 0-d.
     """
-    return _count(x, 0.0, 16, BEYOND=False)
-
-
-def _count(x: torch.Tensor, limit: float, size: int, *, BEYOND: bool) -> torch.Tensor:
-    x = prepared_values(x)
     count = torch.zeros((), dtype=torch.int64, device=x.device)
+    _count(count, x, 0.0, 16, BEYOND=False)
+    return count
+
+
+@functools.lru_cache(maxsize=4096)
+def _rounded(limit: float, dtype: torch.dtype) -> float:
+    return torch.tensor(limit).to(dtype).item()
+
+
+def _count(count: torch.Tensor, x: torch.Tensor, limit: float, size: int, *, BEYOND: bool) -> None:
+    x = prepared_values(x)
     num_blocks = triton.cdiv(x.numel(), size)
     if num_blocks:
         blocks = _VALUES // size
@@ -52,7 +57,6 @@ def _count(x: torch.Tensor, limit: float, size: int, *, BEYOND: bool) -> torch.T
             _count_kernel[(triton.cdiv(num_blocks, blocks),)](
                 x, count, x.numel(), limit, SIZE=size, BEYOND=BEYOND, BLOCKS=blocks, num_warps=4
             )
-    return count
 
 
 @triton.jit(do_not_specialize=["limit"])

@@ -27,8 +27,9 @@ from megatron_trace.models.hybrid import decoder_layer_indices, decoder_layers
 from megatron_trace.study.cells import Cell, EngineSetting, kept_layers
 from megatron_trace.study.model import StudyModel
 from megatron_trace.study.perturbation import perturb_layers
+from megatron_trace.training.hint_rows import HintRows
 from megatron_trace.training.model import build_trainer_model
-from megatron_trace.training.rounding import HintRows, Rounding
+from megatron_trace.training.rounding import Rounding
 from megatron_trace.training.routing import install_keyed_replay
 from megatron_trace.training.shape import ModelShape, Place
 from megatron_trace.training.sites import TraceSites
@@ -91,7 +92,7 @@ class StudySites(TraceSites):
 
     def rounding(self, layer: int, site: Site, values: torch.Tensor) -> Rounding:
         """Gives how fc1, k or v is rounded, and counts by sample."""
-        rounding = super().rounding(layer, site, values)
+        rounding = super().rounding(layer, site, values).judged(values)
         micro_batch = self.micro_batch_in_force
         assert micro_batch is not None, "TraceSites.rounding demands one"
         rounding = dataclasses.replace(rounding, hint=self._varied(rounding, values))
@@ -109,7 +110,7 @@ class StudySites(TraceSites):
         origin: RowOrigin,
     ) -> Rounding:
         """Gives how the rows of all experts are rounded at fc2; counts by sample."""
-        rounding = super().slot_rounding(x, place, slots, origin)
+        rounding = super().slot_rounding(x, place, slots, origin).judged(x.detach())
         if self.cell.method == "w4a16":
             return _AsItIs(**vars(rounding))
         micro_batch = self.micro_batch_in_force
@@ -119,8 +120,9 @@ class StudySites(TraceSites):
         # One rank: the rows of an expert are its tokens in their order.
         rows = self._dispatchers[place[0]].routing_map.T.nonzero()[:, 1]
         sample_of_row = rows % len(micro_batch.sample_ids)
-        known = (None, None) if slots is None else (slots.hint, slots.codes)
-        self._count(place, values, rounding, sample_of_row, *known)
+        stored = slots.hint.in_order() if slots is not None and slots.hint is not None else None
+        codes = None if slots is None else slots.codes
+        self._count(place, values, rounding, sample_of_row, stored, codes)
         return self._operands(rounding, place)
 
     def dispatched_slots(self, place: Place, dispatcher: MoETokenDispatcher) -> SlotRows | None:

@@ -29,9 +29,10 @@ from megatron_trace.hints.types import (
     Site,
     stored_bits,
 )
-from megatron_trace.training import report
+from megatron_trace.training import tally
 from megatron_trace.training.micro_batch import MicroBatch, make_micro_batch
 from megatron_trace.training.model import token_logprobs
+from megatron_trace.training.report import ActivationDifference
 from megatron_trace.training.rounding import PackedRows, Rounding
 from megatron_trace.training.shape import ModelShape, Place
 from megatron_trace.training.sites import TraceSites
@@ -209,7 +210,7 @@ def seen_values(*chunks: TraceSites) -> Iterator[dict[Place, SeenValues]]:
     seen: dict[Place, SeenValues] = {}
     quantised, packed = Rounding.quantised, Rounding.packed
     last: list[tuple[Place, TraceSites, list[int] | None]] = []
-    compare = report.activation_difference
+    compare = tally.activation_difference
     comparing: list[bool] = []
 
     def noting_place(
@@ -242,7 +243,7 @@ def seen_values(*chunks: TraceSites) -> Iterator[dict[Place, SeenValues]]:
         note(rows, codes.values(rows.dtype))
         return codes
 
-    def compared_unnoticed(*args: Any) -> report.ActivationDifference:
+    def compared_unnoticed(*args: Any) -> ActivationDifference:
         """Rounds again, for diagnostics only."""
         comparing.append(True)
         try:
@@ -268,7 +269,7 @@ def seen_values(*chunks: TraceSites) -> Iterator[dict[Place, SeenValues]]:
             for name, noting in (("rounding", noting_place), ("slot_rounding", noting_slots)):
                 patched = partial(noting, sites, getattr(sites, name))
                 stack.enter_context(mock.patch.object(sites, name, patched))
-        stack.enter_context(mock.patch.object(report, "activation_difference", compared_unnoticed))
+        stack.enter_context(mock.patch.object(tally, "activation_difference", compared_unnoticed))
         stack.enter_context(mock.patch.object(Rounding, "quantised", noting_values))
         stack.enter_context(mock.patch.object(Rounding, "packed", noting_codes))
         yield seen

@@ -13,7 +13,8 @@ import torch
 from megatron_trace.config import TraceConfig
 from megatron_trace.formats import ops
 from megatron_trace.hints.types import Site
-from megatron_trace.training.rounding import HintRows, Rounding
+from megatron_trace.training.hint_rows import HintRows
+from megatron_trace.training.rounding import Rounding
 from megatron_trace.training.shape import ExpertMatrix, Place
 from megatron_trace.training.weights import WeightRule
 

@@ -7,8 +7,8 @@ from collections.abc import Collection
 import torch
 
 from megatron_trace.models.hybrid import DecoderModel, decoder_layers, named_expert_linears
-from megatron_trace.training.report import Tally
 from megatron_trace.training.shape import ModelShape, Place, place_name
+from megatron_trace.training.tally import Tally
 from megatron_trace.training.te_choice import FACTORIES
 
 QUANTISED_CONFIG_FIELDS = ("fp8", "fp4", "quant_recipe")

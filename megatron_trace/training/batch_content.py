@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from megatron_trace.hints.types import Site
+from megatron_trace.training.hint_rows import HintRows
 from megatron_trace.training.layout import TOKEN_SITES
-from megatron_trace.training.rounding import HintRows
 from megatron_trace.training.row_order import RowOrder
 from megatron_trace.training.shape import Place
 

@@ -23,7 +23,7 @@ from megatron_trace.hints.types import (
     SiteHint,
     stored_bits,
 )
-from megatron_trace.training.rounding import HintRows
+from megatron_trace.training.hint_rows import HintRows
 from megatron_trace.training.row_order import RowOrder
 from megatron_trace.training.shape import Place
 from megatron_trace.training.staging import StagingMemory

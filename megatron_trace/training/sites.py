@@ -28,20 +28,16 @@ from megatron_trace.hints.types import (
 from megatron_trace.models.attention import SDPACoreAttention
 from megatron_trace.models.hybrid import DecoderModel, decoder_layers
 from megatron_trace.training.audit import foreign_quantisers, unexpected_quantising
-from megatron_trace.training.layout import sum_over_columns
-from megatron_trace.training.report import Tally, TraceReport, require_guided
+from megatron_trace.training.hint_rows import HintRows
+from megatron_trace.training.quantised_place import QuantisedPlace, quantised_place
+from megatron_trace.training.report import TraceReport, require_guided
 from megatron_trace.training.reproduced import OPERAND_DTYPES, require_reproduced
-from megatron_trace.training.rounding import (
-    HintRows,
-    NonFiniteError,
-    PackedRows,
-    Rounding,
-    require_finite,
-)
+from megatron_trace.training.rounding import NonFiniteError, PackedRows, Rounding, require_finite
 from megatron_trace.training.scope import Scope, Scopes
 from megatron_trace.training.shape import ExpertMatrix, ModelShape, Place, place_name
 from megatron_trace.training.slots import RowOrigin, SlotRows, dispatched_slots, no_slot_hints
 from megatron_trace.training.staging_plan import StagingPlan
+from megatron_trace.training.tally import Tally
 from megatron_trace.training.weights import WeightRule
 
 if TYPE_CHECKING:
@@ -75,9 +71,10 @@ class TraceSites:
         self.compares_replayed_routing = False
         self._model = model
         self._settings: QuantizerSettings | None = None
-        self._scales: dict[Place, torch.Tensor] = {}
+        self._settings_digest = ""
+        self._quantised: dict[Place, QuantisedPlace] = {}
         self._scopes = Scopes(model)
-        self._tally = Tally()
+        self._tally = Tally(shape.places)
         layers = set(trace.recorded_layers(shape.num_layers))
         guided = trace.sites_in(shape.model_sites)
         # Places of the configuration's hints, whether or not the method uses them.
@@ -85,6 +82,7 @@ class TraceSites:
             place for place in shape.places if place[0] in layers and str(place[1]) in guided
         )
         self.recorded_places: tuple[Place, ...] = self._hint_places if self.guides else ()
+        self._recorded = frozenset(self.recorded_places)
 
     @property
     def device(self) -> torch.device:
@@ -175,13 +173,8 @@ class TraceSites:
         if self._scopes.current is not None:
             raise RuntimeError("quantiser settings cannot change while a micro-batch is in force")
         require_reproduced(settings, self.trace, self.quantised_places)
-        self._settings = settings
-        # Otherwise each kernel that takes a global scale would be preceded by one that writes it.
-        self._scales = {
-            place: torch.full((), scale, dtype=torch.float32, device=self.device)
-            for place in self.quantised_places
-            if self.device.type == "cuda" and (scale := settings.global_scale(*place)) is not None
-        }
+        self._settings, self._settings_digest = settings, settings.digest()
+        self._quantised.clear()
 
     def staging_plan(self) -> StagingPlan:
         """Gives what is read for micro-batches of this model, as it is set now.
@@ -243,10 +236,10 @@ class TraceSites:
                 f"the micro-batch of sample {micro_batch.sample_ids[0]} was made for another "
                 "model; make it again with these TraceSites"
             )
-        if self.quantises and micro_batch.settings_digest != self.settings.digest():
+        if self.quantises and micro_batch.settings_digest != self._settings_digest:
             raise ValueError(
                 f"the micro-batch was made under quantiser settings {micro_batch.settings_digest}, "
-                f"but this model has {self.settings.digest()} now; make it again"
+                f"but this model has {self._settings_digest} now; make it again"
             )
         replayable = self._model.config.moe_enable_routing_replay or not self.shape.moe_layers
         if replay_routing and not replayable:
@@ -350,7 +343,7 @@ class TraceSites:
         scope = self._scope_at(place)
         micro_batch = scope.micro_batch
         hint, codes = (known.get(place) for known in (micro_batch.hints, micro_batch.codes))
-        if place in self.recorded_places:
+        if place in self._recorded:
             bits, form = self.trace.hint_bits, self.trace.hint_scales
             hint = hint or self._no_hints(place, micro_batch, bits, form)
         if not self.diagnostics:
@@ -407,13 +400,14 @@ class TraceSites:
                 return f"expert {of_expert}, row {row} (of some rank of the expert-parallel group)"
             return f"expert {of_expert}, {scope.micro_batch.row_name(Site.FC2, token_row)}"
 
-        self._require_finite(rows, place, name)
-        rounding = self._to_nearest(place)
-        add_up = sum_over_columns(self.groups, Site.FC2)
+        known = self._at(place)
+        self._require_finite(rows, known.name, name)
+        first = scope.first_time(place)
+        judged = first and slots is not None and slots.codes is not None
         hint = None if slots is None else slots.hint
-        rounding = rounding.guided_by(hint, rows, self.trace, add_up)
+        rounding = self._guided(known, hint, rows, counted=first, judged=judged)
         self.count_call(*place)
-        if scope.first_time(place):
+        if first:
             self._tally.add_slots(place, rows, rounding, slots, scope.micro_batch)
         return rounding
 
@@ -433,41 +427,51 @@ class TraceSites:
             ValueError: The rows are not those of the micro-batch, or a value is NaN or Inf.
         """
         place = (layer, site)
-        scope = self._scope_at(place)
-        plain = self._to_nearest(place)
+        scope, known = self._scope_at(place), self._at(place)
         micro_batch = scope.micro_batch
-        _require_rows(values.shape[0], micro_batch, site, place_name(place))
-        self._require_finite(values, place, partial(micro_batch.row_name, site))
-        hint, add_up = micro_batch.hints.get(place), sum_over_columns(self.groups, site)
-        rounding = plain.guided_by(hint, values, self.trace, add_up)
-        if scope.first_time(place):
-            recorded = place in self.recorded_places
+        _require_rows(values.shape[0], micro_batch, site, known.name)
+        self._require_finite(values, known.name, partial(micro_batch.row_name, site))
+        first, hint = scope.first_time(place), micro_batch.hints.get(place)
+        codes = micro_batch.codes.get(place) if first and self.diagnostics else None
+        rounding = self._guided(known, hint, values, counted=first, judged=codes is not None)
+        if first:
+            recorded = place in self._recorded
             self._tally.add_coverage(place, values, rounding, micro_batch, recorded=recorded)
-            if self.diagnostics and place in micro_batch.codes:
-                self._tally.add_mismatch(place, values, rounding, micro_batch.codes[place])
+            if codes is not None:
+                self._tally.add_mismatch(place, values, rounding, codes)
         return rounding
 
+    def _at(self, place: Place) -> QuantisedPlace:
+        known = self._quantised.get(place)
+        if known is None:
+            of_model = self.trace, self.settings, self.groups, self.device
+            known = self._quantised[place] = quantised_place(place, *of_model)
+        return known
+
+    def _guided(
+        self,
+        known: QuantisedPlace,
+        hint: HintRows | None,
+        values: torch.Tensor,
+        *,
+        counted: bool,
+        judged: bool,
+    ) -> Rounding:
+        counts = counted and hint is not None
+        rejected = self._tally.rejected(known.place, values.device) if counts else None
+        return known.rounding(hint, values, rejected, judged=judged)
+
     def _require_finite(
-        self, values: torch.Tensor, place: Place, row_name: Callable[[int], str]
+        self, values: torch.Tensor, where: str, row_name: Callable[[int], str]
     ) -> None:
         if not self.trace.check_finite:
             return
         try:
-            require_finite(values, place_name(place), row_name)
+            require_finite(values, where, row_name)
         except NonFiniteError as error:
             if self.on_non_finite is None:
                 raise
             self.on_non_finite(error)
-
-    def _to_nearest(self, place: Place) -> Rounding:
-        return Rounding(
-            self.settings.global_scale(*place),
-            operand_dtype=self.operand_dtype,
-            power_of_two_scales=self.settings.power_of_two_scales,
-            implementation=self.trace.implementation,
-            number_format=self.format_of(place[1]),
-            scale_on_device=self._scales.get(place),
-        )
 
     # Counters.
 
@@ -491,7 +495,7 @@ class TraceSites:
 
     def reset_report(self) -> None:
         """Sets all counters to zero, at the start of a step."""
-        self._tally = Tally()
+        self._tally.reset()
 
     def assert_ran(self) -> None:
         """Checks that since the last reset the method's quantisers ran everywhere, and no others.

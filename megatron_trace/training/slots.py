@@ -4,8 +4,10 @@ A hint of fc2 has a row per token: its expert slots side by side, in the order o
 routing record. An expert's rows are some slots of some tokens, with expert parallelism also of
 other ranks.
 
-Legend: T tokens of this rank, k expert slots of a token, N rows that this rank's experts receive,
-A payload bytes and B blocks of one slot.
+A rank that has all experts knows the order of its rows before it has them, as long as tokens go
+where the record says: what rounds them reads their hints where these lie.
+
+Legend: T tokens of this rank, k expert slots of a token, N rows that this rank's experts receive.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from megatron_trace.formats import NumberFormat
 from megatron_trace.hints.types import ScaleForm
 from megatron_trace.training.dispatch import dispatch_rows, dispatch_slot_rows, keeps_all_rows
-from megatron_trace.training.rounding import HintRows, move_together
+from megatron_trace.training.hint_rows import HintRows, move_together
 
 # From a dispatched row to its global expert, and to its row of the micro-batch where that is known.
 RowOrigin = Callable[[int], tuple[int, int | None]]
@@ -162,22 +164,26 @@ def _sorted_slots(
     That is the order of a rank that has all experts, when tokens go where the record says. Nothing
     is asked of the device here, so that the host need not wait for it.
     """
-    slots = order
-    if slots is None:
-        slots = experts.flatten().to(torch.int16).sort(stable=True).indices
-    tokens = slots // experts.shape[1]
+    if order is None:
+        order = experts.flatten().to(torch.int16).sort(stable=True).indices.int()
+    return SlotRows(
+        None if hint is None else _slots_in_place(hint, order),
+        None if codes is None else _slots_in_place(codes, order).in_order(),
+    )
 
-    def by_expert(rows: HintRows | None) -> HintRows | None:
-        if rows is None:
-            return None
-        return replace(
-            rows,
-            payload=rows.payload.view(len(slots), -1).index_select(0, slots),
-            scale_bytes=rows.scale_bytes.view(len(slots), -1).index_select(0, slots),
-            has_hint=rows.has_hint.index_select(0, tokens),
-        )
 
-    return SlotRows(by_expert(hint), by_expert(codes))
+def _slots_in_place(rows: HintRows, order: torch.Tensor) -> HintRows:
+    """Gives rows [T, ...] of tokens as rows of slots, which are where they were."""
+    num_slots = len(order)
+    return HintRows(
+        rows.payload.view(num_slots, -1),
+        rows.scale_bytes.view(num_slots, -1),
+        rows.num_bits,
+        rows.has_hint,
+        rows.scale_form,
+        rows.number_format,
+        order,
+    )
 
 
 def _move_slots(

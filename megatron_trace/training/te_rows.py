@@ -19,7 +19,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from megatron_trace.formats import NVFP4
-from megatron_trace.training.rounding import Rounding, RowMove
+from megatron_trace.training.hint_rows import RowMove
+from megatron_trace.training.rounding import Rounding
 from megatron_trace.training.slots import SlotRows
 from megatron_trace.training.weights import QuantisedWeight
 
@@ -33,7 +34,7 @@ def moved(rounding: Rounding, move: RowMove) -> Rounding:
     """
     if rounding.hint is None:
         return rounding
-    return replace(rounding, hint=rounding.hint.moved(move))
+    return replace(rounding, hint=rounding.hint.in_order().moved(move))
 
 
 @dataclass(frozen=True)

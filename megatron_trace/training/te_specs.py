@@ -322,7 +322,9 @@ class TraceTEMoELayer(MoELayer):
         if self.place is None:
             raise LookupError(_UNBOUND)
         tokens = hidden_states.detach().reshape(-1, hidden_states.shape[-1])
-        self.token_rounding = self.place.sites.rounding(self.place.layer, Site.FC1, tokens)
+        rounding = self.place.sites.rounding(self.place.layer, Site.FC1, tokens)
+        # Each token is judged once, not each copy of it.
+        self.token_rounding = rounding.judged(tokens)
         return super().preprocess(hidden_states, probs, routing_map)
 
     def routed_experts_compute(

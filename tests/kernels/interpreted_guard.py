@@ -96,8 +96,10 @@ def _compare_checks(x: torch.Tensor, size: int, device: str, what: str) -> None:
     amax = x.unflatten(-1, (-1, size)).abs().amax(-1)
     numbers = amax[amax == amax].sort().values
     limit = float(numbers[len(numbers) // 2]) * 1.001 if len(numbers) else 1.0
-    got = kernels_checks.num_blocks_beyond(x.to(device), limit, size)
-    assert int(got) == int((amax > limit).sum()), f"{what}: blocks beyond {limit}"
+    count = torch.full((1,), 3, dtype=torch.int64, device=device)
+    kernels_checks.add_blocks_beyond(count, x.to(device), limit, size)
+    expected = 3 + int((amax > limit).sum())
+    assert count.tolist() == [expected], f"{what}: blocks beyond {limit}"
     got = kernels_checks.num_non_finite(x.to(device))
     expected = (~x.flatten().isfinite()).unflatten(0, (-1, 16)).any(-1).sum()
     assert int(got) == int(expected), f"{what}: not finite"

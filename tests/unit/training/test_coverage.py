@@ -8,8 +8,9 @@ import torch
 from megatron_trace.hints.types import Site
 from megatron_trace.training.micro_batch import make_micro_batch
 from megatron_trace.training.model import token_logprobs
-from megatron_trace.training.report import SiteReport, Tally, require_guided
+from megatron_trace.training.report import SiteReport, require_guided
 from megatron_trace.training.rounding import Rounding
+from megatron_trace.training.tally import Tally
 
 
 def _forward(model, sites, rolled):
@@ -81,14 +82,21 @@ def test_one_site_that_is_hardly_guided_is_an_error_that_says_why(counts, told):
 
 
 def test_counts_of_many_micro_batches_add_up():
-    tally, place = Tally(), (0, Site.K)
+    place = (0, Site.K)
+    tally = Tally([(0, Site.FC1), place])
     rounding, values = Rounding(1e-4), torch.ones(3, 32)
-    guided = torch.tensor([True, False, True])
     for _ in range(70):
         tally.calls[place] += 1
         known = {"rows": 3, "real": 3, "hinted": 3, "recorded": 3}
-        tally._add_rows(place, values, rounding, known, {"guided": guided})
+        tally._add_rows(place, values, rounding, known)
+        tally.rejected(place, values.device).add_(1)
     report = tally.report().sites[Site.K]
     assert (report.guided, report.rejected, report.missing) == (140, 70, 0)
     # 6 blocks, each of 1, are saturated above 6 * 448 * 1e-4.
     assert (report.blocks, report.saturated_blocks) == (420, 420)
+    tally.reset()
+    tally.calls[place] += 1
+    tally._add_rows(place, values[:1], rounding, {"rows": 1, "real": 1, "recorded": 1})
+    assert tally.report().sites[Site.K] == SiteReport(
+        calls=1, missing=1, blocks=2, saturated_blocks=2
+    )

@@ -8,11 +8,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_trace.formats import ops, reference
+from megatron_trace.formats import NVFP4, ops, reference
 from megatron_trace.hints.types import QuantizerSettings, Site
 from megatron_trace.testing.assertions import assert_same_bytes
 from megatron_trace.training.micro_batch import make_micro_batch
 from megatron_trace.training.model import token_logprobs
+from megatron_trace.training.rounding import Guard, Rounding, guard_thresholds
 
 FC1 = (0, Site.FC1)
 REAL_ROWS = 7 + 2 + 10 + 7
@@ -131,9 +132,10 @@ def test_rows_that_the_guard_refuses_are_rounded_to_nearest_and_counted(build, r
     counts = sites.report().sites[Site.FC1]
     assert counts.guided + counts.rejected == REAL_ROWS
     assert counts.rejected > 0.9 * REAL_ROWS
-    judged = micro_batch.hints[FC1].judged(
-        x.flatten(0, 1), rolled.settings.global_scale(*FC1), sites.trace
-    )
+    rounding = Rounding(rolled.settings.global_scale(*FC1))
+    guard = Guard(guard_thresholds(sites.trace, NVFP4))
+    judged = rounding.guided_by(micro_batch.hints[FC1], guard).judged(x.flatten(0, 1)).hint
+    assert judged is not None
     nearest = reference.rtn(x, rolled.settings.global_scale(*FC1), dtype=torch.bfloat16)
     refused = ~judged.has_hint.view(micro_batch.valid.shape)
     assert_same_bytes(got[refused], nearest[refused], "refused rows")

@@ -18,7 +18,7 @@ from megatron_trace.hints import (
 from megatron_trace.testing.rollouts import record_of
 from megatron_trace.training.micro_batch import make_micro_batch
 from megatron_trace.training.model import token_logprobs
-from megatron_trace.training.rounding import Rounding, guard_thresholds, saturated_blocks
+from megatron_trace.training.rounding import Rounding, add_saturated_blocks, guard_thresholds
 from megatron_trace.training.te_rows import LinearCall
 
 FORMATS = ["nvfp4_4over6", "mxfp4", "mxfp4_w4a8"]
@@ -123,9 +123,14 @@ def test_the_guards_thresholds_are_the_formats_unless_set():
 
 def test_only_a_global_scale_can_saturate():
     values = torch.full((2, 64), 1e4)
-    assert saturated_blocks(values, None, MXFP4) == 0
-    assert saturated_blocks(values, 1.0, NVFP4_4OVER6) == 8
-    assert saturated_blocks(values, 4.0, NVFP4_4OVER6) == 0
+    for scale, number_format, expected in (
+        (None, MXFP4, 0),
+        (1.0, NVFP4_4OVER6, 8),
+        (4.0, NVFP4_4OVER6, 0),
+    ):
+        count = torch.tensor([0])
+        add_saturated_blocks(count, values, scale, number_format)
+        assert count.tolist() == [expected]
 
 
 @pytest.mark.parametrize("number_format", [NVFP4, NVFP4_4OVER6, MXFP4, MXFP8])

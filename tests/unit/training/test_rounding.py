@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from megatron_trace.formats.number_format import FORMAT_SETS
-from megatron_trace.training.rounding import HintRows, saturated_blocks
+from megatron_trace.training.hint_rows import HintRows
+from megatron_trace.training.rounding import add_saturated_blocks
 
 NVFP4 = FORMAT_SETS["nvfp4"].kv_cache
 MXFP4 = FORMAT_SETS["mxfp4"].kv_cache
@@ -32,5 +33,7 @@ def test_a_block_saturates_beyond_the_largest_product_of_code_and_scales(factor,
     values = torch.zeros(2, 32)
     # 6 * 448 * 1/4; the sign does not matter.
     values[1, 20] = -672.0 * factor
-    assert saturated_blocks(values, 0.25, NVFP4) == saturated
-    assert saturated_blocks(values, None, MXFP4) == 0
+    count = torch.tensor([5])
+    add_saturated_blocks(count, values, 0.25, NVFP4)
+    add_saturated_blocks(count, values, None, MXFP4)
+    assert count.tolist() == [5 + saturated]

@@ -10,7 +10,8 @@ import torch
 from megatron_trace.formats import decode, reference, unpack_codes
 from megatron_trace.testing.moe_reference import quantised
 from megatron_trace.testing.roundings import recorded_rounding
-from megatron_trace.training.rounding import HintRows, Rounding
+from megatron_trace.training.hint_rows import HintRows
+from megatron_trace.training.rounding import Rounding
 from megatron_trace.training.te_rows import (
     ExpertCall,
     LinearCall,
