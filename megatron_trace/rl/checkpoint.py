@@ -25,6 +25,7 @@ from megatron_trace import compat
 from megatron_trace.config import TraceConfig
 from megatron_trace.hints.settings_file import settings_from_record, settings_record
 from megatron_trace.rl.fallback import fall_back_to_bf16
+from megatron_trace.rl.health import NO_ALARMS
 from megatron_trace.rl.optimizer import OptimizerSettings
 from megatron_trace.rl.run import Progress, RlRun, RunSettings, use_settings_of_engine
 from megatron_trace.rl_config import HealthConfig, LossConfig
@@ -111,7 +112,8 @@ def resume(run: RlRun, checkpoint: str | Path, *, identity: Mapping[str, Any]) -
 
     The engine takes the saved scales, and the saved weights are pushed again; later steps then
     equal those of a run that was never stopped. Settings that did not exist yet when it was saved
-    had their defaults.
+    had their defaults. Alarms that only warn or stop may be others: one that stopped the run would
+    stop it again after every step.
 
     Args:
         run: A run with the same settings; hints that it has not trained on are dropped.
@@ -128,7 +130,7 @@ def resume(run: RlRun, checkpoint: str | Path, *, identity: Mapping[str, Any]) -
         saved, own = record["identity"].get(name), _plain(identity.get(name))
         if name not in record["identity"] and own == defaults.get(name):
             continue
-        if saved != own:
+        if _deciding(name, saved) != _deciding(name, own):
             raise ValueError(
                 f"{checkpoint} is of another run: {name} was {saved!r}, now it is {own!r}; resume "
                 "with the settings of the run that was saved"
@@ -151,6 +153,14 @@ def resume(run: RlRun, checkpoint: str | Path, *, identity: Mapping[str, Any]) -
         run.engine.use_settings(settings_from_record(settings))
         use_settings_of_engine(run)
     run.push_weights(run.progress.policy_version)
+
+
+def _deciding(name: str, value: Any) -> Any:
+    """Gives what of a setting decides the numbers of a run."""
+    if name != "health" or not isinstance(value, Mapping):
+        return value
+    texts = set(value["alarms"]) - set(NO_ALARMS)
+    return sorted(text for text in texts if not text.endswith((":warn", ":stop")))
 
 
 def saved_run(checkpoint: str | Path) -> tuple[RunSettings, dict[str, Any]]:

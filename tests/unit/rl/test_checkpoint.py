@@ -145,6 +145,22 @@ def test_a_setting_that_did_not_exist_yet_had_its_default(saved, build):
         checkpoint.resume(None, saved, identity=IDENTITY | {"cuda_graphs": True})
 
 
+ALARMS = {"alarms": ("lag=0:stop", "kl=1:drop"), "max_skipped_steps": 3}
+
+
+def test_alarms_that_decide_no_number_may_change(saved, build):
+    """So that a run that one stopped can go on."""
+    record = json.loads((saved / "run.json").read_text())
+    record["identity"]["health"] = ALARMS
+    (saved / "run.json").write_text(json.dumps(record))
+    weaker = {"alarms": ("lag=9:stop", "kl=1:drop", "gap_mean=1:warn"), "max_skipped_steps": 9}
+    checkpoint.resume(build("trace"), saved, identity=IDENTITY | {"health": weaker})
+    for alarm in ("kl=2:drop", "kl=1:bf16", "none"):
+        others = {"alarms": (alarm,), "max_skipped_steps": 3}
+        with pytest.raises(ValueError, match="is of another run: health was"):
+            checkpoint.resume(None, saved, identity=IDENTITY | {"health": others})
+
+
 def cut(path):
     path.write_bytes(path.read_bytes()[:-7])
 
