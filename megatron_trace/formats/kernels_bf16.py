@@ -54,9 +54,15 @@ def are_usual(scales, ROW: tl.constexpr, TILES: tl.constexpr):
 @triton.jit
 def load_pair_tile(x_ptr, left, tile, T: tl.constexpr):
     """Gives the pairs [T, 4] of a tile."""
-    octet = tl.arange(0, T)[:, None] + tile * T
-    pairs = octet * 4 + tl.arange(0, 4)[None, :]
-    return tl.load(as_pairs(x_ptr) + pairs, mask=octet < left)
+    octets = tl.arange(0, T) + tile * T
+    return load_octets(x_ptr, octets, octets < left)
+
+
+@triton.jit
+def load_octets(x_ptr, octets, mask):
+    """Gives the pairs [T, 4] of octets, by number, where the mask [T] says so."""
+    columns = octets[:, None] * 4 + tl.arange(0, 4)[None, :]
+    return tl.load(as_pairs(x_ptr) + columns, mask=mask[:, None])
 
 
 @triton.jit
@@ -146,7 +152,15 @@ def round_to_ladder(a):
 
 
 @triton.jit
-def guided(pairs, word, byte, global_scale, NUM_BITS: tl.constexpr, CODES: tl.constexpr = False):
+def guided(
+    pairs,
+    word,
+    byte,
+    global_scale,
+    NUM_BITS: tl.constexpr,
+    T: tl.constexpr,
+    CODES: tl.constexpr = False,
+):
     """Gives pairs [T, 4] guided by the hint and the block scale of their octets.
 
     Args:
@@ -155,15 +169,19 @@ def guided(pairs, word, byte, global_scale, NUM_BITS: tl.constexpr, CODES: tl.co
         byte: int32 [T], E4M3.
         global_scale: FP32, or FP32 [T].
         NUM_BITS: 1, 2 or 4.
+        T: Octets.
         CODES: Whether to give codes, in which a NaN counts as beyond the largest value.
 
     Returns:
-        int32 [T, 4], BF16 pairs; or int32 [T], codes.
+        out: int32 [T, 4], BF16 pairs; or int32 [T], codes.
+        lowest: int32 [T], the lowest bits of pairs rounded to nearest under these block scales;
+            not to be used where the byte is 0.
     """
     zero = byte == 0
     effective = e4m3_value(tl.where(zero, _ONE, byte)) * global_scale
-    # From 4 on the candidates are 4 and 6, so that about 5 may stand for all values beyond.
-    limit = effective * 5.0
+    # From 4 on the candidates are 4 and 6, and above 5 the latter is nearest, so that about 5.5 may
+    # stand for all values beyond.
+    limit = effective * 5.5
     r, s = reciprocal_of(effective)
     # A NaN is passed on, but not by a block of zeros.
     pairs &= tl.where(zero, 0, -1)[:, None]
@@ -172,33 +190,17 @@ def guided(pairs, word, byte, global_scale, NUM_BITS: tl.constexpr, CODES: tl.co
     word = word[:, None]
     lows = low_half(magnitudes)
     highs = high_half(magnitudes)
-    lows = _guided_half(lows, pairs << 16, r[:, None], s[:, None], word, even, NUM_BITS, CODES)
-    highs = _guided_half(highs, pairs, r[:, None], s[:, None], word, even + 1, NUM_BITS, CODES)
+    lows, low_bits = _guided_half(
+        lows, pairs << 16, r[:, None], s[:, None], word, even, NUM_BITS, CODES
+    )
+    highs, high_bits = _guided_half(
+        highs, pairs, r[:, None], s[:, None], word, even + 1, NUM_BITS, CODES
+    )
     if CODES:
         out = codes(lows, highs, pairs & SIGNS)
     else:
         out = dequantised(lows, highs, effective[:, None], pairs & SIGNS)
-    return out
-
-
-@triton.jit
-def lowest_bits(pairs, byte, global_scale, T: tl.constexpr):
-    """Gives int32 [T]: the lowest bits of pairs rounded to nearest under given block scales.
-
-    Args:
-        pairs: int32 [T, 4].
-        byte: int32 [T], E4M3; where it is 0, the bits are not to be used.
-        global_scale: FP32, or FP32 [T].
-        T: Octets.
-    """
-    r, s = reciprocal_of(e4m3_value(tl.where(byte == 0, _ONE, byte)) * global_scale)
-    r, s, magnitudes = r[:, None], s[:, None], pairs & MAGNITUDES
-    # A NaN, also that of a sum of infinities, counts as 6.
-    lows = tl.minimum(divided(low_half(magnitudes), r, s), 6.0)
-    highs = tl.minimum(divided(high_half(magnitudes), r, s), 6.0)
-    _, lows_biased = round_to_ladder(lows)
-    _, highs_biased = round_to_ladder(highs)
-    return mantissa_bits(lows_biased, highs_biased, T)
+    return out, mantissa_bits(low_bits, high_bits, T)
 
 
 @triton.jit
@@ -212,12 +214,16 @@ def _guided_half(
     NUM_BITS: tl.constexpr,
     CODES: tl.constexpr,
 ):
-    """Gives the candidate beside a magnitude that the hint says."""
+    """Gives the candidate beside a magnitude that the hint says; nearest as a biased sum.
+
+    Of a NaN, that is the one NaN that instructions make: its lowest bit is 1, as that of 6 is.
+    """
     a = divided(magnitude, reciprocal, rest)
     if CODES:
         # A NaN of either is beyond.
-        a = tl.where(a < 5.5, a, 5.0)
-    return chosen(a, sign, word, column, NUM_BITS)
+        a = tl.where(a < 6.0, a, 5.5)
+    _, biased = round_to_ladder(a)
+    return chosen(a, sign, word, column, NUM_BITS), biased
 
 
 @triton.jit
@@ -257,9 +263,15 @@ def dequantised(lows, highs, effective, signs):
 @triton.jit
 def store_pairs(y_ptr, pairs, left, tile, T: tl.constexpr):
     """Stores the pairs [T, 4] of a tile."""
-    octet = tl.arange(0, T)[:, None] + tile * T
-    columns = octet * 4 + tl.arange(0, 4)[None, :]
-    tl.store(as_pairs(y_ptr) + columns, pairs, mask=octet < left)
+    octets = tl.arange(0, T) + tile * T
+    store_octets(y_ptr, pairs, octets, octets < left)
+
+
+@triton.jit
+def store_octets(y_ptr, pairs, octets, mask):
+    """Stores pairs [T, 4] as octets, by number, where the mask [T] says so."""
+    columns = octets[:, None] * 4 + tl.arange(0, 4)[None, :]
+    tl.store(as_pairs(y_ptr) + columns, pairs, mask=mask[:, None])
 
 
 @triton.jit

@@ -127,38 +127,128 @@ def _guard_kernel(
     scale_bytes_ptr += first // BLOCK
     # A row has one global scale, whatever the others have.
     scale = tiles.load_scales(scale_ptr + (row if ROW else 0), first, row_octets, 0, BLOCK, 0, T)
+    given = x_ptr, hint_ptr, scale_bytes_ptr, scale
+    if PAIRS and (FORMAT == "nvfp4" or FORMAT == "nvfp4_4over6"):
+        if bf16.is_usual(scale):
+            blocks, bits = _counts_of_row(
+                given, row_octets, max_scale_steps, NUM_BITS, FORMAT, RULE, BLOCK, True, TILES, T
+            )
+        else:
+            blocks, bits = _counts_of_row(
+                given, row_octets, max_scale_steps, NUM_BITS, FORMAT, RULE, BLOCK, False, TILES, T
+            )
+    else:
+        blocks, bits = _counts_of_row(
+            given, row_octets, max_scale_steps, NUM_BITS, FORMAT, RULE, BLOCK, PAIRS, TILES, T
+        )
+    blocks = tl.sum(blocks, axis=0)
+    bits = tl.sum(bits, axis=0)
+    if DECIDES:
+        present = tl.load(has_hint_ptr + row) != 0
+        taken = accepts(blocks, bits, max_far_blocks, min_parity_agreement, BLOCK)
+        tl.store(out_ptr + row, (taken & present).to(tl.uint8))
+    else:
+        tl.store(out_ptr + row, blocks & 0xFFFF)
+        tl.store(out_ptr + num_rows + row, blocks >> 16)
+        tl.store(out_ptr + 2 * num_rows + row, bits & 0xFFFF)
+        tl.store(out_ptr + 3 * num_rows + row, (bits >> 16) * (8 * BLOCK))
+
+
+@triton.jit
+def _counts_of_row(
+    given,
+    row_octets,
+    max_scale_steps,
+    NUM_BITS: tl.constexpr,
+    FORMAT: tl.constexpr,
+    RULE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PAIRS: tl.constexpr,
+    TILES: tl.constexpr,
+    T: tl.constexpr,
+):
+    """Gives int32 [T] and [T], the sums of what `judged` counts over the tiles of a row."""
+    x_ptr, hint_ptr, scale_bytes_ptr, scale = given
     blocks = tl.zeros((T,), tl.int32)
     bits = tl.zeros((T,), tl.int32)
     for tile in range(TILES):
         x = tiles.load(x_ptr, row_octets, tile, PAIRS, T)
-        word, byte = octets.load_hint(
-            hint_ptr, scale_bytes_ptr, row_octets, tile, T, NUM_BITS, BLOCK
+        hint = octets.load_hint(hint_ptr, scale_bytes_ptr, row_octets, tile, T, NUM_BITS, BLOCK)
+        inside = tl.arange(0, T) + tile * T < row_octets
+        # The values are not computed.
+        _, of_blocks, of_bits = judged(
+            x, hint, scale, max_scale_steps, NUM_BITS, FORMAT, RULE, PAIRS, False, BLOCK, T
         )
-        distance = _distance(x, byte, scale, FORMAT, RULE, PAIRS, T)
-        agreeing, counted = _agreeing(x, word, byte, scale, NUM_BITS, FORMAT, PAIRS, T)
-        # Of a block, its first octet tells. What is beyond the row is 0 on both sides.
-        tells = tl.arange(0, T) % BLOCK == 0
-        known = tells & ((distance != 0) | (byte != 0))
-        far = tells & (distance > max_scale_steps)
-        # Two counts in a register: a row has less than 2^16 values, and 2^12 blocks.
-        blocks += far.to(tl.int32) | (known.to(tl.int32) << 16)
-        bits += agreeing | ((tells & counted).to(tl.int32) << 16)
-    blocks = tl.sum(blocks, axis=0)
-    bits = tl.sum(bits, axis=0)
+        blocks += tl.where(inside, of_blocks, 0)
+        bits += tl.where(inside, of_bits, 0)
+    return blocks, bits
+
+
+@triton.jit
+def accepts(blocks, bits, max_far_blocks, min_parity_agreement, BLOCK: tl.constexpr):
+    """Says whether the guard accepts rows, of the sums of what `judged` counts in each."""
     far, num_blocks = blocks & 0xFFFF, blocks >> 16
     agreeing, num_bits = bits & 0xFFFF, (bits >> 16) * (8 * BLOCK)
-    if DECIDES:
-        far_share = tl.div_rn(far.to(tl.float32), tl.maximum(num_blocks, 1).to(tl.float32))
-        parity = tl.div_rn(agreeing.to(tl.float32), tl.maximum(num_bits, 1).to(tl.float32))
-        parity = tl.where(num_bits == 0, 1.0, parity)
-        accepted = (far_share <= max_far_blocks) & (parity >= min_parity_agreement)
-        present = tl.load(has_hint_ptr + row) != 0
-        tl.store(out_ptr + row, (accepted & present).to(tl.uint8))
+    far_share = tl.div_rn(far.to(tl.float32), tl.maximum(num_blocks, 1).to(tl.float32))
+    parity = tl.div_rn(agreeing.to(tl.float32), tl.maximum(num_bits, 1).to(tl.float32))
+    parity = tl.where(num_bits == 0, 1.0, parity)
+    return (far_share <= max_far_blocks) & (parity >= min_parity_agreement)
+
+
+@triton.jit
+def judged(
+    x,
+    hint,
+    scale,
+    max_scale_steps,
+    NUM_BITS: tl.constexpr,
+    FORMAT: tl.constexpr,
+    RULE: tl.constexpr,
+    PAIRS: tl.constexpr,
+    CODES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    T: tl.constexpr,
+):
+    """Gives a tile guided by its hint, and what the guard counts in it.
+
+    Args:
+        x: The tile; pairs of NVFP4 and 4over6 need a usual global scale.
+        hint: What `octets.load_hint` gives.
+        scale: FP32, the global scale.
+        max_scale_steps: Steps beyond which a block is far.
+        NUM_BITS: Bits a value of the hint.
+        FORMAT: See `kernels_tiles`.
+        RULE: See there.
+        PAIRS: See there.
+        CODES: Whether to give codes instead of values.
+        BLOCK: See there.
+        T: Octets.
+
+    Returns:
+        out: What `tiles.guided` gives.
+        blocks: int32 [T], in the first octet of a block, whether it is far, and in the upper 16
+            bits, whether it counts.
+        bits: int32 [T], lowest bits that agree, and in the upper 16 bits, in the first octet of a
+            block, whether those of the block count.
+    """
+    word, byte = hint
+    if PAIRS and (FORMAT == "nvfp4" or FORMAT == "nvfp4_4over6"):
+        out, lowest = bf16.guided(x, word, byte, scale, NUM_BITS, T, CODES)
+        counted = byte != 0
+        same = lowest ^ lowest_bits_of(word, NUM_BITS)
+        agreeing = tl.where(counted, 8 - _number_of_bits(same), 0)
     else:
-        tl.store(out_ptr + row, far)
-        tl.store(out_ptr + num_rows + row, num_blocks)
-        tl.store(out_ptr + 2 * num_rows + row, agreeing)
-        tl.store(out_ptr + 3 * num_rows + row, num_bits)
+        out = tiles.guided(x, hint, scale, NUM_BITS, FORMAT, 0, PAIRS, CODES, T)
+        values = bf16.unpaired(x, T) if PAIRS else x
+        agreeing, counted = _agreeing_octets(values, word, byte, scale, NUM_BITS, FORMAT)
+    distance = _distance(x, byte, scale, FORMAT, RULE, PAIRS, T)
+    # Of a block, its first octet tells.
+    tells = tl.arange(0, T) % BLOCK == 0
+    known = tells & ((distance != 0) | (byte != 0))
+    far = tells & (distance > max_scale_steps)
+    # Two counts in a register: a row has less than 2^16 values, and 2^12 blocks.
+    blocks = far.to(tl.int32) | (known.to(tl.int32) << 16)
+    return out, blocks, agreeing | ((tells & counted).to(tl.int32) << 16)
 
 
 @triton.jit
@@ -171,41 +261,15 @@ def _distance(
         four, six = four_over_six.candidate_bytes(values, scale, T)
         distance = tl.minimum(tl.abs(four - byte), tl.abs(six - byte))
     else:
-        # What else it gives is not computed.
-        _, _, own = tiles.nearest(x, scale, 1, FORMAT, RULE, 0, PAIRS, T)
+        # What else it gives is not computed. Pairs have a usual scale.
+        _, _, own = tiles.nearest(x, scale, 1, FORMAT, RULE, 0, PAIRS, T, PAIRS)
         distance = tl.abs(own - byte) * (1 if FORMAT == "nvfp4" else 8)
     return distance
 
 
 @triton.jit
-def _agreeing(
-    x,
-    word,
-    byte,
-    scale,
-    NUM_BITS: tl.constexpr,
-    FORMAT: tl.constexpr,
-    PAIRS: tl.constexpr,
-    T: tl.constexpr,
-):
-    """Gives int32 [T], lowest bits of octets that agree, and whether their block counts."""
-    if PAIRS and (FORMAT == "nvfp4" or FORMAT == "nvfp4_4over6"):
-        if bf16.is_usual(scale):
-            counted = byte != 0
-            same = bf16.lowest_bits(x, byte, scale, T) ^ lowest_bits_of(word, NUM_BITS)
-            agreeing = tl.where(counted, 8 - _number_of_bits(same), 0)
-        else:
-            agreeing, counted = _agreeing_octets(
-                bf16.unpaired(x, T), word, byte, scale, NUM_BITS, FORMAT
-            )
-    else:
-        values = bf16.unpaired(x, T) if PAIRS else x
-        agreeing, counted = _agreeing_octets(values, word, byte, scale, NUM_BITS, FORMAT)
-    return agreeing, counted
-
-
-@triton.jit
 def _agreeing_octets(x, word, byte, scale, NUM_BITS: tl.constexpr, FORMAT: tl.constexpr):
+    """Gives int32 [T], lowest bits of octets [T, 8] that agree, and whether their block counts."""
     if FORMAT == "mxfp4" or FORMAT == "mxfp8":
         a, _, zero = mxfp4.guided_quotients(x, byte)
     else:
@@ -246,6 +310,12 @@ def _number_of_bits(byte):
     return (byte + (byte >> 4)) & 0x0F
 
 
+def require_length(length: int) -> None:
+    """Raises ValueError where the counts of a row might not fit the bits that they have."""
+    if length >= 1 << 16:
+        raise ValueError(f"the guard judges rows of less than 65536 values; got {length}")
+
+
 def _launch(
     x: torch.Tensor,
     hint: torch.Tensor,
@@ -261,8 +331,7 @@ def _launch(
     DECIDES: bool,
 ) -> None:
     num_rows, length = x.shape
-    if length >= 1 << 16:
-        raise ValueError(f"the guard judges rows of less than 65536 values; got {length}")
+    require_length(length)
     x, words, scale_bytes, scales, constants = guided_inputs(
         x, hint, scale_bytes, global_scale, number_format, num_bits
     )

@@ -145,15 +145,28 @@ def octets_of_program(num_octets, T: tl.constexpr, TILES: tl.constexpr):
 
 @triton.jit
 def load_tile(x_ptr, left, tile, T: tl.constexpr):
-    octets = tl.arange(0, T)[:, None] + tile * T
-    return tl.load(x_ptr + octets * 8 + tl.arange(0, 8)[None, :], mask=octets < left, other=0.0)
+    octets = tl.arange(0, T) + tile * T
+    return load_octets(x_ptr, octets, octets < left)
+
+
+@triton.jit
+def load_octets(x_ptr, octets, mask):
+    """Gives [T, 8], those octets of which the mask says so, and 0 elsewhere; by number, [T]."""
+    columns = octets[:, None] * 8 + tl.arange(0, 8)[None, :]
+    return tl.load(x_ptr + columns, mask=mask[:, None], other=0.0)
 
 
 @triton.jit
 def store_tile(y_ptr, y, left, tile, T: tl.constexpr):
-    octets = tl.arange(0, T)[:, None] + tile * T
-    y = tl.reshape(y, (T, 8)).to(y_ptr.dtype.element_ty)
-    tl.store(y_ptr + octets * 8 + tl.arange(0, 8)[None, :], y, mask=octets < left)
+    octets = tl.arange(0, T) + tile * T
+    store_octets(y_ptr, tl.reshape(y, (T, 8)), octets, octets < left)
+
+
+@triton.jit
+def store_octets(y_ptr, y, octets, mask):
+    """Stores [T, 8] as those octets of which the mask says so."""
+    columns = octets[:, None] * 8 + tl.arange(0, 8)[None, :]
+    tl.store(y_ptr + columns, y.to(y_ptr.dtype.element_ty), mask=mask[:, None])
 
 
 @triton.jit
@@ -213,9 +226,16 @@ def load_hint(
         BLOCK: Octets of a block.
     """
     octets = tl.arange(0, T) + tile * T
-    mask = octets < left
+    return load_hints(hint_ptr, scale_bytes_ptr, octets, octets < left, NUM_BITS, BLOCK)
+
+
+@triton.jit
+def load_hints(
+    hint_ptr, scale_bytes_ptr, octets, mask, NUM_BITS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Gives what `load_hint` gives, of octets by number, and 0 where the mask does not say so."""
     if NUM_BITS == 8:
-        word = load_tile(hint_ptr, left, tile, T).to(tl.int32)
+        word = load_octets(hint_ptr, octets, mask).to(tl.int32)
     else:
         word = tl.load(hint_ptr + octets, mask=mask, other=0).to(tl.int32)
     byte = tl.load(scale_bytes_ptr + octets // BLOCK, mask=mask, other=0).to(tl.int32)
@@ -236,9 +256,23 @@ def store_hint(
 ):
     """Stores what `load_hint` gives."""
     octets = tl.arange(0, T) + tile * T
-    mask = octets < left
+    store_hints(hint_ptr, scale_bytes_ptr, word, byte, octets, octets < left, NUM_BITS, BLOCK)
+
+
+@triton.jit
+def store_hints(
+    hint_ptr,
+    scale_bytes_ptr,
+    word,
+    byte,
+    octets,
+    mask,
+    NUM_BITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Stores what `load_hints` gives, where the mask says so."""
     if NUM_BITS == 8:
-        store_tile(hint_ptr, word, left, tile, T)
+        store_octets(hint_ptr, word, octets, mask)
     else:
         tl.store(hint_ptr + octets, word.to(hint_ptr.dtype.element_ty), mask=mask)
     # All octets of a block know its byte; the first stores it.

@@ -122,7 +122,7 @@ def guided(
     word, byte = hint
     if PAIRS and (FORMAT == "nvfp4" or FORMAT == "nvfp4_4over6"):
         if USUAL or bf16.are_usual((scales,), ROW, 1):
-            out = bf16.guided(x, word, byte, scales, NUM_BITS, CODES)
+            out, _ = bf16.guided(x, word, byte, scales, NUM_BITS, T, CODES)
         else:
             out = _guided_octets(bf16.unpaired(x, T), word, byte, scales, NUM_BITS, FORMAT, CODES)
             if not CODES:
@@ -169,6 +169,21 @@ def load(x_ptr, left, tile, PAIRS: tl.constexpr, T: tl.constexpr):
     else:
         x = octets.load_tile(x_ptr, left, tile, T)
     return x
+
+
+@triton.jit
+def load_octets(x_ptr, octet, mask, PAIRS: tl.constexpr):
+    """Gives octets by number [T], where the mask [T] says so."""
+    return bf16.load_octets(x_ptr, octet, mask) if PAIRS else octets.load_octets(x_ptr, octet, mask)
+
+
+@triton.jit
+def store_octets(y_ptr, y, octet, mask, ROUNDED: tl.constexpr, PAIRS: tl.constexpr):
+    """Stores rounded octets by number [T], where the mask [T] says so; as `store` does."""
+    if PAIRS:
+        bf16.store_octets(y_ptr, y, octet, mask)
+    else:
+        octets.store_octets(y_ptr, y.to(ROUNDED), octet, mask)
 
 
 @triton.jit

@@ -55,8 +55,11 @@ The other formats, on the first table's rows, with the thresholds of `THRESHOLDS
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -81,6 +84,11 @@ class GuardThresholds:
     max_far_blocks: float
     max_scale_steps: int
     min_parity_agreement: float
+
+    @property
+    def limits(self) -> tuple[int, float, float]:
+        """The thresholds as kernels take them."""
+        return self.max_scale_steps, self.max_far_blocks, self.min_parity_agreement
 
 
 # By number format.
@@ -254,11 +262,25 @@ def guided_codes(
     Raises:
         ValueError: See there.
     """
+    if ops.takes_triton(implementation, x):
+        require_hint_bits(num_bits, number_format)
+        return _kernels().guided_codes(
+            x,
+            hint,
+            scale_bytes,
+            has_hint,
+            global_scale,
+            number_format,
+            thresholds.limits,
+            num_bits=num_bits,
+            order=order,
+            rejected=rejected,
+        )
     rows = _hint_rows(hint, scale_bytes, has_hint, order)
-    how = {
+    how: dict[str, Any] = {
         "num_bits": num_bits,
         "number_format": number_format,
-        "implementation": implementation,
+        "implementation": "torch",
     }
     accepted = guided_rows(x, *rows, global_scale, thresholds=thresholds, **how)
     _add_rejected(rejected, rows, accepted)
@@ -314,16 +336,40 @@ def guided_values(
         ValueError: Shapes disagree, K is not a multiple of the block size, num_bits is not that of
             a hint of the format, or the implementation cannot run on x.
     """
+    if ops.takes_triton(implementation, x):
+        require_hint_bits(num_bits, number_format)
+        y, accepted = _kernels().guided_values(
+            x.detach(),
+            hint,
+            scale_bytes,
+            has_hint,
+            global_scale,
+            number_format,
+            thresholds.limits,
+            num_bits=num_bits,
+            dtype=dtype,
+            order=order,
+            rejected=rejected,
+        )
+        return ops.straight_through(x, y), accepted
     rows = _hint_rows(hint, scale_bytes, has_hint, order)
-    how = {
+    how: dict[str, Any] = {
         "num_bits": num_bits,
         "number_format": number_format,
-        "implementation": implementation,
+        "implementation": "torch",
     }
     accepted = guided_rows(x, *rows, global_scale, thresholds=thresholds, **how)
     _add_rejected(rejected, rows, accepted)
     y = ops.guided(x, *rows[:2], global_scale, has_hint=accepted, dtype=dtype, **how)
     return y, accepted
+
+
+@functools.cache
+def _kernels() -> ModuleType:
+    # Only here: Triton looks for a GPU driver when it is imported.
+    from megatron_trace.formats import kernels_guided
+
+    return kernels_guided
 
 
 def _hint_rows(

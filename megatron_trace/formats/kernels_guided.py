@@ -1,0 +1,666 @@
+"""Triton kernel that judges rows by the guard and rounds them, guided or to nearest, in one pass.
+
+Legend: as `kernels_tiles`. N rows of x, M rows of a hint, LANES octets of a row that threads beside
+one another have at once. A program has T / LANES rows.
+
+A row is guided, and stored so, while the guard counts: nearly all rows are accepted. The others are
+read again and rounded to nearest.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from megatron_trace.formats import kernels_bf16 as bf16
+from megatron_trace.formats import kernels_inputs as inputs
+from megatron_trace.formats import kernels_octets as octets
+from megatron_trace.formats import kernels_tiles as tiles
+from megatron_trace.formats.checks import (
+    as_row_scales,
+    require_input,
+    require_no_global_scale,
+    require_num_bits,
+)
+from megatron_trace.formats.kernels_guard import accepts, judged, require_length
+from megatron_trace.formats.number_format import NumberFormat
+
+# Most steps between block scales, share of far blocks, least share of lowest bits that agree.
+Limits = tuple[int, float, float]
+
+
+@dataclass(frozen=True)
+class RowLaunch:
+    """How rows are shared out among threads.
+
+    Attributes:
+        lanes: Octets of a row that are handled at once, a power of two.
+        num_warps: Warps of a program; it has 32 * num_warps / lanes rows.
+        tiles: Times `lanes` octets that are loaded before the first is used, at most.
+    """
+
+    lanes: int
+    num_warps: int
+    tiles: int
+
+
+@dataclass(eq=False)
+class _Plan:
+    """What calls of equal kinds have in common.
+
+    Attributes:
+        payload_bytes: Bytes of a row's hint.
+        num_blocks: Blocks of a row.
+        word_bytes: Alignment that the hint needs.
+        rows: Rows of a program.
+        constants: Constants of the kernel, by name, in its order.
+        num_warps: Warps of a program.
+        compiled: The kernel as Triton compiled it for pointers to 16 aligned bytes; None before.
+    """
+
+    payload_bytes: int
+    num_blocks: int
+    word_bytes: int
+    rows: int
+    constants: dict[str, Any]
+    num_warps: int
+    compiled: Any = None
+
+
+_plans: dict[tuple, _Plan] = {}
+
+
+def guided_values(
+    x: torch.Tensor,
+    hint: torch.Tensor,
+    scale_bytes: torch.Tensor,
+    has_hint: torch.Tensor,
+    global_scale: torch.Tensor | float | None,
+    number_format: NumberFormat,
+    limits: Limits,
+    *,
+    num_bits: int,
+    dtype: torch.dtype | None = None,
+    order: torch.Tensor | None = None,
+    rejected: torch.Tensor | None = None,
+    launch: RowLaunch | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gives `hints.guard.guided_values`, without gradient.
+
+    Args:
+        x: float [N, K] on a GPU; the trainer's values.
+        hint: uint8 [M, K * num_bits / 8].
+        scale_bytes: uint8 [M, B]; the rollout's block scales.
+        has_hint: bool [M / s]; which s rows of the hint there are.
+        global_scale: FP32 0-d tensor or number, or one for each row of x; None if there is none.
+        number_format: The format.
+        limits: What the guard decides by.
+        num_bits: Bits a value of the hint.
+        dtype: dtype in which the dequantised values are rounded; None is that of x.
+        order: int32 [N]; which row of the hint a row of x has. None: its own, and s is 1.
+        rejected: int64 [1], to which the number of rows is added whose hint is not accepted.
+        launch: How; None is what was fastest.
+
+    Returns:
+        y: [N, K] in the dtype of x.
+        accepted: bool [N].
+
+    Raises:
+        ValueError: Shapes disagree, num_bits is not that of a hint, or a tensor is not on the GPU
+            of x.
+    """
+    x = inputs.prepared_values(x)
+    y = torch.empty_like(x)
+    given = x, hint, scale_bytes, has_hint, global_scale, order, rejected, y, None
+    return y, _launch(*given, number_format, limits, num_bits, dtype, launch)
+
+
+def guided_codes(
+    x: torch.Tensor,
+    hint: torch.Tensor,
+    scale_bytes: torch.Tensor,
+    has_hint: torch.Tensor,
+    global_scale: torch.Tensor | float | None,
+    number_format: NumberFormat,
+    limits: Limits,
+    *,
+    num_bits: int,
+    order: torch.Tensor | None = None,
+    rejected: torch.Tensor | None = None,
+    launch: RowLaunch | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gives `hints.guard.guided_codes`.
+
+    Args:
+        x: float [N, K] on a GPU; the trainer's values.
+        hint: See `guided_values`, like the others.
+        scale_bytes: See there.
+        has_hint: See there.
+        global_scale: See there.
+        number_format: See there.
+        limits: See there.
+        num_bits: See there.
+        order: See there.
+        rejected: See there.
+        launch: See there.
+
+    Returns:
+        packed_codes: uint8 [N, K * code_bits / 8].
+        scale_bytes: uint8 [N, B].
+        accepted: bool [N].
+
+    Raises:
+        ValueError: See there.
+    """
+    x = inputs.prepared_values(x)
+    packed, own_bytes = inputs.new_hint(x, number_format.code_bits, number_format)
+    given = x, hint, scale_bytes, has_hint, global_scale, order, rejected, packed, own_bytes
+    return packed, own_bytes, _launch(*given, number_format, limits, num_bits, None, launch)
+
+
+def _launch(
+    x: torch.Tensor,
+    hint: torch.Tensor,
+    scale_bytes: torch.Tensor,
+    has_hint: torch.Tensor,
+    global_scale: torch.Tensor | float | None,
+    order: torch.Tensor | None,
+    rejected: torch.Tensor | None,
+    out: torch.Tensor,
+    out_bytes: torch.Tensor | None,
+    number_format: NumberFormat,
+    limits: Limits,
+    num_bits: int,
+    dtype: torch.dtype | None,
+    launch: RowLaunch | None,
+) -> torch.Tensor:
+    """Checks what is given, launches the kernel, and gives which rows it accepted.
+
+    With few tokens a step waits for the host. So what depends on the kinds of arguments only is
+    done once, and a compiled kernel is launched as such: Triton's own binder looks at every
+    argument of every call.
+    """
+    num_rows, length = x.shape
+    num_hints, slots = num_rows, 1
+    if order is not None:
+        num_hints = hint.shape[0]
+        slots = num_hints // (has_hint.shape[0] or 1)
+    scale, scale_kind = _scale_of(global_scale, x, number_format)
+    device, codes = x.get_device(), out_bytes is not None
+    kind = (device, x.dtype, length, number_format.name, num_bits, dtype, codes, slots, scale_kind)
+    kind += (order is None, rejected is None, launch)
+    plan = _plans.get(kind) or _new_plan(kind, x, number_format, launch)
+    if not (
+        hint.shape == (num_hints, plan.payload_bytes)
+        and scale_bytes.shape == (num_hints, plan.num_blocks)
+        and has_hint.shape == (num_hints // (slots or 1),)
+        and hint.dtype is scale_bytes.dtype is torch.uint8
+        and has_hint.dtype is torch.bool
+        and hint.get_device() == scale_bytes.get_device() == has_hint.get_device() == device
+        and (order is None or _is(order, torch.int32, num_rows, device))
+        and (rejected is None or _is(rejected, torch.int64, 1, device))
+    ):
+        raise ValueError(_mismatch(x, hint, scale_bytes, has_hint, order, rejected, plan))
+    hint, scale_bytes, has_hint = hint.contiguous(), scale_bytes.contiguous(), has_hint.contiguous()
+    if order is not None:
+        order = order.contiguous()
+    accepted = has_hint.new_empty(num_rows)
+    if num_rows == 0:
+        return accepted
+    if hint.data_ptr() % plan.word_bytes:
+        hint = hint.clone()
+    tensors = (x, hint, scale_bytes, has_hint, order, scale, out, out_bytes, accepted, rejected)
+    grid = (-(-num_rows // plan.rows), 1, 1)
+    aligned = not (x.data_ptr() | hint.data_ptr()) & 15
+    if aligned and plan.compiled is not None and device == torch.cuda.current_device():
+        pointers = [one.data_ptr() if isinstance(one, torch.Tensor) else one for one in tensors]
+        plan.compiled[grid](*pointers, num_rows, *limits, *plan.constants.values())
+        return accepted
+    with torch.cuda.device_of(x):
+        compiled = _guided_kernel[grid](
+            *tensors,
+            num_rows,
+            *limits,
+            **plan.constants,
+            num_warps=plan.num_warps,
+            enable_fp_fusion=False,
+        )
+    if aligned and not inputs.INTERPRETED:
+        plan.compiled = compiled
+    return accepted
+
+
+def _is(tensor: torch.Tensor, dtype: torch.dtype, length: int, device: int) -> bool:
+    return tensor.dtype is dtype and tensor.shape == (length,) and tensor.get_device() == device
+
+
+def _scale_of(
+    global_scale: torch.Tensor | float | None, x: torch.Tensor, number_format: NumberFormat
+) -> tuple[torch.Tensor | float | None, str]:
+    """Gives the global scale as the kernel takes it, and what it is: SCALE of the kernel."""
+    if not number_format.has_global_scale:
+        require_no_global_scale(global_scale)
+        return None, "none"
+    assert global_scale is not None, f"{number_format.name} has a global scale"
+    if not isinstance(global_scale, torch.Tensor):
+        return float(global_scale), "number"
+    if global_scale.numel() == 1:
+        return as_row_scales(global_scale, x), "one"
+    return as_row_scales(global_scale, x).expand(len(x), 1).contiguous(), "rows"
+
+
+def _new_plan(
+    kind: tuple, x: torch.Tensor, number_format: NumberFormat, launch: RowLaunch | None
+) -> _Plan:
+    """Gives what calls of a kind have in common, and keeps it."""
+    _, _, length, _, num_bits, dtype, codes, slots, scale_kind, *_ = kind
+    require_input(x, number_format.block_size)
+    require_num_bits(num_bits, number_format.code_bits)
+    require_length(length)
+    row_octets = length // 8
+    launch = launch or _fastest(row_octets)
+    if scale_kind == "rows":
+        # A program has one global scale.
+        launch = RowLaunch(32 * launch.num_warps, launch.num_warps, launch.tiles)
+    num_tiles = triton.cdiv(row_octets, launch.lanes)
+    loops = triton.cdiv(num_tiles, launch.tiles)
+    of_format = inputs.constants_of(x, x, number_format, dtype)
+    of_format.pop("ROW")
+    threads = 32 * launch.num_warps
+    constants = {
+        "NUM_BITS": num_bits,
+        "CODE_BITS": number_format.code_bits,
+        "CODES": codes,
+        "SLOTS": slots,
+        "SCALE": scale_kind,
+        **of_format,
+        "ROW_OCTETS": row_octets,
+        "LANES": launch.lanes,
+        "LOOPS": loops,
+        "TILES": triton.cdiv(num_tiles, loops) if loops else 0,
+        "T": threads,
+    }
+    plan = _Plan(
+        payload_bytes=length * num_bits // 8,
+        num_blocks=length // number_format.block_size,
+        word_bytes=8 if num_bits == 8 else inputs.WORDS[num_bits].itemsize,
+        rows=threads // launch.lanes,
+        constants=constants,
+        num_warps=launch.num_warps,
+    )
+    _plans[kind] = plan
+    return plan
+
+
+def _fastest(row_octets: int) -> RowLaunch:
+    """Gives the launch for rows of some octets: docs/measurements.md."""
+    if row_octets <= 64:
+        return RowLaunch(lanes=32, num_warps=4, tiles=2)
+    return RowLaunch(lanes=min(256, triton.next_power_of_2(row_octets) // 4), num_warps=2, tiles=4)
+
+
+def _mismatch(
+    x: torch.Tensor,
+    hint: torch.Tensor,
+    scale_bytes: torch.Tensor,
+    has_hint: torch.Tensor,
+    order: torch.Tensor | None,
+    rejected: torch.Tensor | None,
+    plan: _Plan,
+) -> str:
+    """Says what is wrong with tensors that do not fit x."""
+
+    def said(tensor: torch.Tensor | None) -> str:
+        return "None" if tensor is None else f"{tensor.dtype} {tuple(tensor.shape)} {tensor.device}"
+
+    rows = "N" if order is None else "M"
+    return (
+        f"x [N, K] {tuple(x.shape)} on {x.device} needs hint uint8 [{rows}, {plan.payload_bytes}], "
+        f"scale_bytes uint8 [{rows}, {plan.num_blocks}], has_hint bool [{rows}] or a divisor of M, "
+        "order int32 [N] or None, and rejected int64 [1] or None, on the same device; got "
+        + "; ".join(said(one) for one in (hint, scale_bytes, has_hint, order, rejected))
+    )
+
+
+@triton.jit(
+    do_not_specialize=["num_rows", "max_scale_steps"],
+    do_not_specialize_on_alignment=[
+        "scale_bytes_ptr",
+        "has_hint_ptr",
+        "order_ptr",
+        "scale",
+        "accepted_ptr",
+        "rejected_ptr",
+    ],
+)
+def _guided_kernel(
+    x_ptr,
+    hint_ptr,
+    scale_bytes_ptr,
+    has_hint_ptr,
+    order_ptr,
+    scale,
+    out_ptr,
+    out_bytes_ptr,
+    accepted_ptr,
+    rejected_ptr,
+    num_rows,
+    max_scale_steps,
+    max_far_blocks,
+    min_parity_agreement,
+    NUM_BITS: tl.constexpr,
+    CODE_BITS: tl.constexpr,
+    CODES: tl.constexpr,
+    SLOTS: tl.constexpr,
+    SCALE: tl.constexpr,
+    FORMAT: tl.constexpr,
+    RULE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROUNDED: tl.constexpr,
+    PAIRS: tl.constexpr,
+    ROW_OCTETS: tl.constexpr,
+    LANES: tl.constexpr,
+    LOOPS: tl.constexpr,
+    TILES: tl.constexpr,
+    T: tl.constexpr,
+):
+    ROWS: tl.constexpr = T // LANES
+    first = tl.program_id(0).to(tl.int64) * ROWS
+    thread = tl.arange(0, T)
+    # What is one number for each row is a scalar where a program has one row.
+    row = first if ROWS == 1 else first + thread // LANES
+    there = row < num_rows
+    hint_row = row
+    if order_ptr is not None:
+        hint_row = tl.load(order_ptr + row, mask=there, other=0)
+    present = tl.load(has_hint_ptr + hint_row // SLOTS, mask=there, other=0) != 0
+    if SCALE == "none":
+        global_scale = 1.0
+    elif SCALE == "number":
+        global_scale = tl.full((), scale, tl.float32)
+    else:
+        global_scale = tl.load(scale + (first if SCALE == "rows" else 0))
+
+    lane = thread % LANES
+    x_ptr += first * (ROW_OCTETS * 8)
+    if CODES:
+        out_ptr = _as_words(out_ptr, CODE_BITS) + first * (
+            ROW_OCTETS * (8 if CODE_BITS == 8 else 1)
+        )
+        out_bytes_ptr += first * (ROW_OCTETS // BLOCK)
+    else:
+        out_ptr += first * (ROW_OCTETS * 8)
+    hint_ptr = _as_words(hint_ptr, NUM_BITS)
+    place = (thread // LANES) * ROW_OCTETS + lane
+    hint_place = hint_row.to(tl.int64) * ROW_OCTETS + lane
+    given = x_ptr, hint_ptr, scale_bytes_ptr, place, hint_place, lane, global_scale
+    taken = out_ptr, out_bytes_ptr
+    limits = max_scale_steps, max_far_blocks, min_parity_agreement
+    if ROWS == 1:
+        accepted = present
+        if present:
+            accepted = _guide(
+                given,
+                taken,
+                limits,
+                there,
+                NUM_BITS,
+                CODE_BITS,
+                CODES,
+                FORMAT,
+                RULE,
+                BLOCK,
+                ROUNDED,
+                PAIRS,
+                ROW_OCTETS,
+                LANES,
+                LOOPS,
+                TILES,
+                T,
+            )
+        tl.store(accepted_ptr + row, accepted)
+        all_accepted = accepted
+    else:
+        accepted = present & _guide(
+            given,
+            taken,
+            limits,
+            present,
+            NUM_BITS,
+            CODE_BITS,
+            CODES,
+            FORMAT,
+            RULE,
+            BLOCK,
+            ROUNDED,
+            PAIRS,
+            ROW_OCTETS,
+            LANES,
+            LOOPS,
+            TILES,
+            T,
+        )
+        tl.store(accepted_ptr + row, accepted, mask=there & (lane == 0))
+        all_accepted = tl.min((accepted | (there == 0)).to(tl.int32), axis=0) != 0
+    if all_accepted == 0:
+        if rejected_ptr is not None:
+            wrong = present & (accepted == 0)
+            if ROWS > 1:
+                wrong = tl.sum((wrong & (lane == 0)).to(tl.int32), axis=0)
+            if wrong != 0:
+                tl.atomic_add(rejected_ptr, wrong.to(tl.int64), sem="relaxed")
+        # What was stored is stored anew, perhaps by other threads.
+        tl.debug_barrier()
+        others = there & (accepted == 0)
+        for tile in range(LOOPS * TILES):
+            at = tile * LANES
+            mask = others & (lane + at < ROW_OCTETS)
+            x = tiles.load_octets(x_ptr, place + at, mask, PAIRS)
+            y, word, byte = tiles.nearest(x, global_scale, CODE_BITS, FORMAT, RULE, 0, PAIRS, T)
+            out = word if CODES else y
+            _store(taken, out, byte, place + at, mask, CODE_BITS, CODES, BLOCK, ROUNDED, PAIRS)
+
+
+@triton.jit
+def _guide(
+    given,
+    taken,
+    limits,
+    mask,
+    NUM_BITS: tl.constexpr,
+    CODE_BITS: tl.constexpr,
+    CODES: tl.constexpr,
+    FORMAT: tl.constexpr,
+    RULE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROUNDED: tl.constexpr,
+    PAIRS: tl.constexpr,
+    ROW_OCTETS: tl.constexpr,
+    LANES: tl.constexpr,
+    LOOPS: tl.constexpr,
+    TILES: tl.constexpr,
+    T: tl.constexpr,
+):
+    """Stores rows as they are guided, and gives whether the guard accepts them: bool, or bool [T].
+
+    Given are pointers to values, words of the hint and its scale bytes; octets, from which on x and
+    the hint are read, int32 and int64 [T]; octets of the row, int32 [T]; the global scale. Taken
+    are values, or codes and their scale bytes, by pointers. The mask, bool or bool [T], says which
+    rows are to be read and stored.
+    """
+    if PAIRS and (FORMAT == "nvfp4" or FORMAT == "nvfp4_4over6"):
+        # Asked once, of all tiles: a question each takes registers.
+        if bf16.is_usual(given[6]):
+            accepted = _guide_tiles(
+                given,
+                taken,
+                limits,
+                mask,
+                NUM_BITS,
+                CODE_BITS,
+                CODES,
+                FORMAT,
+                RULE,
+                BLOCK,
+                ROUNDED,
+                True,
+                ROW_OCTETS,
+                LANES,
+                LOOPS,
+                TILES,
+                T,
+            )
+        else:
+            accepted = _guide_tiles(
+                given,
+                taken,
+                limits,
+                mask,
+                NUM_BITS,
+                CODE_BITS,
+                CODES,
+                FORMAT,
+                RULE,
+                BLOCK,
+                ROUNDED,
+                False,
+                ROW_OCTETS,
+                LANES,
+                LOOPS * TILES,
+                1,
+                T,
+            )
+    else:
+        accepted = _guide_tiles(
+            given,
+            taken,
+            limits,
+            mask,
+            NUM_BITS,
+            CODE_BITS,
+            CODES,
+            FORMAT,
+            RULE,
+            BLOCK,
+            ROUNDED,
+            PAIRS,
+            ROW_OCTETS,
+            LANES,
+            LOOPS,
+            TILES,
+            T,
+        )
+    return accepted
+
+
+@triton.jit
+def _guide_tiles(
+    given,
+    taken,
+    limits,
+    mask,
+    NUM_BITS: tl.constexpr,
+    CODE_BITS: tl.constexpr,
+    CODES: tl.constexpr,
+    FORMAT: tl.constexpr,
+    RULE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROUNDED: tl.constexpr,
+    PAIRS: tl.constexpr,
+    ROW_OCTETS: tl.constexpr,
+    LANES: tl.constexpr,
+    LOOPS: tl.constexpr,
+    TILES: tl.constexpr,
+    T: tl.constexpr,
+):
+    """Gives what `_guide` gives; pairs of NVFP4 and 4over6 need a usual global scale."""
+    x_ptr, hint_ptr, scale_bytes_ptr, place, hint_place, lane, global_scale = given
+    max_scale_steps, max_far_blocks, min_parity_agreement = limits
+    blocks = tl.zeros((T,), tl.int32)
+    bits = tl.zeros((T,), tl.int32)
+    for loop in range(LOOPS):
+        start = loop * (TILES * LANES)
+        values = ()
+        hints = ()
+        for tile in tl.static_range(TILES):
+            at = start + tile * LANES
+            inside = mask & (lane + at < ROW_OCTETS)
+            values += (tiles.load_octets(x_ptr, place + at, inside, PAIRS),)
+            hints += (
+                octets.load_hints(
+                    hint_ptr, scale_bytes_ptr, hint_place + at, inside, NUM_BITS, BLOCK
+                ),
+            )
+        for tile in tl.static_range(TILES):
+            at = start + tile * LANES
+            inside = mask & (lane + at < ROW_OCTETS)
+            out, of_blocks, of_bits = judged(
+                values[tile],
+                hints[tile],
+                global_scale,
+                max_scale_steps,
+                NUM_BITS,
+                FORMAT,
+                RULE,
+                PAIRS,
+                CODES,
+                BLOCK,
+                T,
+            )
+            blocks += tl.where(inside, of_blocks, 0)
+            bits += tl.where(inside, of_bits, 0)
+            _, byte = hints[tile]
+            _store(taken, out, byte, place + at, inside, CODE_BITS, CODES, BLOCK, ROUNDED, PAIRS)
+    return accepts(
+        _sum_of_row(blocks, LANES, T),
+        _sum_of_row(bits, LANES, T),
+        max_far_blocks,
+        min_parity_agreement,
+        BLOCK,
+    )
+
+
+@triton.jit
+def _store(
+    taken,
+    out,
+    byte,
+    place,
+    mask,
+    CODE_BITS: tl.constexpr,
+    CODES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROUNDED: tl.constexpr,
+    PAIRS: tl.constexpr,
+):
+    out_ptr, out_bytes_ptr = taken
+    if CODES:
+        octets.store_hints(out_ptr, out_bytes_ptr, out, byte, place, mask, CODE_BITS, BLOCK)
+    else:
+        tiles.store_octets(out_ptr, out, place, mask, ROUNDED, PAIRS)
+
+
+@triton.jit
+def _as_words(ptr, NUM_BITS: tl.constexpr):
+    """Gives a pointer to a hint's bytes as one to its octets; with 8 bits, to its values."""
+    if NUM_BITS == 2:
+        ptr = ptr.to(tl.pointer_type(tl.int16), bitcast=True)
+    elif NUM_BITS == 4:
+        ptr = ptr.to(tl.pointer_type(tl.int32), bitcast=True)
+    return ptr
+
+
+@triton.jit
+def _sum_of_row(counts, LANES: tl.constexpr, T: tl.constexpr):
+    """Gives the sum over the threads of a row, int32; or int32 [T] where there are several rows."""
+    if LANES == T:
+        total = tl.sum(counts, axis=0)
+    else:
+        rows = tl.reshape(counts, (T // LANES, LANES))
+        total = tl.broadcast_to(tl.sum(rows, axis=1, keep_dims=True), (T // LANES, LANES))
+        total = tl.reshape(total, (T,))
+    return total

@@ -1,0 +1,43 @@
+"""The kernel of guard and rounding: in Triton's interpreter everywhere, compiled on a GPU."""
+
+import pytest
+import torch
+
+from megatron_trace.formats import NUMBER_FORMATS
+from megatron_trace.hints.guard import THRESHOLDS, guided_values
+from megatron_trace.testing.hard_inputs import hard_inputs
+
+# Of the hard inputs, one block of 16 and two without values hold no block of 32.
+WHOLE_BLOCKS = len(hard_inputs()) - 3
+
+
+@pytest.mark.parametrize(
+    ("formats", "dtype"),
+    [("nvfp4,nvfp4_4over6", "bfloat16"), ("nvfp4,mxfp4,mxfp8", "float32")],
+)
+def test_interpreted_kernel_judges_and_rounds_as_torch(run_program, formats, dtype) -> None:
+    """BF16 goes in pairs, whose instructions `emulated_ptx` knows."""
+    printed = run_program("interpreted_guided.py", formats, "cpu", dtype, interpret=True)
+    assert printed == f"{[WHOLE_BLOCKS] * len(formats.split(','))} inputs"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float16"])
+@pytest.mark.parametrize("fmt", NUMBER_FORMATS)
+def test_kernel_judges_and_rounds_as_torch(run_program, fmt: str, dtype: str) -> None:
+    printed = run_program("interpreted_guided.py", fmt, "cuda", dtype, interpret=False)
+    assert printed == f"{[WHOLE_BLOCKS]} inputs"
+
+
+def test_the_kernel_says_why_it_cannot_run_on_a_cpu() -> None:
+    with pytest.raises(ValueError, match="triton needs x on a GPU; got cpu"):
+        guided_values(
+            torch.ones(2, 32),
+            torch.zeros(2, 4, dtype=torch.uint8),
+            torch.zeros(2, 2, dtype=torch.uint8),
+            torch.ones(2, dtype=torch.bool),
+            1.0,
+            num_bits=1,
+            thresholds=THRESHOLDS["nvfp4"],
+            implementation="triton",
+        )
