@@ -86,6 +86,7 @@ from megatron_trace.testing.single_process import single_process, tiny_moe_confi
 
 PATTERN = "*E*E*E*E"
 CALIBRATION_SAMPLES = 256
+DIAGNOSTIC_SHARE = 0.125
 # Three or four numbers of one digit: "6-4+8=" is answered by "10" and the end token.
 TASK = {"min_terms": 3, "max_terms": 4, "min_digits": 1, "max_digits": 1}
 TASK_SIZE = 60_000
@@ -155,7 +156,7 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
         "--async-engine-steps", type=int, help="steps of the engine during an update (default 4)"
     )
     add_task_arguments(add_health_arguments(add_loss_arguments(add_trace_arguments(parser))))
-    parser.set_defaults(trace_diagnostic_share=0.125)
+    parser.set_defaults(trace_diagnostic_share=DIAGNOSTIC_SHARE)
     options = parser.parse_args(arguments)
     if "flags" not in options.runs:
         for name in ("method", "hint_layers"):
@@ -228,11 +229,13 @@ def async_settings(options: argparse.Namespace) -> AsyncSettings | None:
 
 def _changes(options: argparse.Namespace, name: str) -> dict[str, Any]:
     changes: dict[str, Any] = dict(RUNS[name])
-    method = changes.get("method", options.trace_method)
-    if method in ("bf16", "quads"):  # Whose trainers give activations no codes.
-        changes["diagnostic_share"] = 0.0
-    if method == "bf16":
-        # What has an effect on the quantised runs only.
+    methods = {run: RUNS[run].get("method", options.trace_method) for run in options.runs}
+    # A flag that has an effect on no run is refused; otherwise it is of the runs that it suits.
+    others = set(methods.values()) - {"bf16", "quads"}
+    is_default = options.trace_diagnostic_share == DIAGNOSTIC_SHARE
+    if methods[name] in ("bf16", "quads") and (others or is_default):
+        changes["diagnostic_share"] = 0.0  # Their trainers give activations no codes.
+    if methods[name] == "bf16" and set(methods.values()) != {"bf16"}:
         changes |= {n: getattr(TraceConfig, n) for n in ("number_format", "quantised_parts")}
     return changes
 

@@ -47,10 +47,16 @@ class AsyncSettings:
     drain_every: int = 0
 
     def __post_init__(self) -> None:
-        """Raises ValueError on a value out of range."""
+        """Raises ValueError on a value out of range, or one without effect."""
         for name in ("max_version_lag", "engine_steps_per_update", "drain_every"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must be >= 0; got {getattr(self, name)}")
+        if self.drain_every == 1 and self.max_version_lag:
+            raise ValueError(
+                f"max_version_lag={self.max_version_lag} has no effect with drain_every=1 (the "
+                "demo's --save-every): nothing is rolled out ahead of a step that drains; drain "
+                "less often, or set max_version_lag=0"
+            )
 
     def batches_to_begin(self, step: int, *, num_steps: int) -> range:
         """Gives the steps whose samples may be in flight before a step is trained.

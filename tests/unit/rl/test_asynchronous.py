@@ -163,3 +163,6 @@ def test_what_contradicts_is_refused(started):
         AsyncRollouts(started("trace", loss=strict), AsyncSettings(), num_steps=4)
     with pytest.raises(ValueError, match="drain_every must be >= 0; got -1"):
         AsyncSettings(drain_every=-1)
+    with pytest.raises(ValueError, match="max_version_lag=3 has no effect with drain_every=1"):
+        AsyncSettings(drain_every=1)
+    AsyncSettings(max_version_lag=0, drain_every=1)

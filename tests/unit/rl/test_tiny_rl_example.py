@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_trace.config import TraceConfig
 from megatron_trace.rl.metrics_log import read_metrics
 from megatron_trace.rl_config import LossConfig
 from megatron_trace.testing.programs import load_program
@@ -190,6 +191,14 @@ def test_a_loss_flag_that_contradicts_a_run_is_refused(demo, capsys):
     assert "clip_low=0.1 has no effect with objective=score_centering" in capsys.readouterr().err
 
 
+def test_a_flag_of_the_quantised_runs_leaves_the_one_in_bf16_as_it_is(demo):
+    flags = "--runs bf16 trace --trace-number-format mxfp4 --trace-diagnostic-share 0.5"
+    options = demo.parse_options(flags.split())
+    found = {name: demo.run_settings(options, name, seed=0).trace for name in options.runs}
+    assert found["bf16"] == TraceConfig(method="bf16")
+    assert (found["trace"].number_format, found["trace"].diagnostic_share) == ("mxfp4", 0.5)
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -197,6 +206,15 @@ def test_a_loss_flag_that_contradicts_a_run_is_refused(demo, capsys):
         ("--runs trace --trace-hint-layers 1", "--trace-hint-layers has no effect on --runs trace"),
         ("--runs flags --trace-hint-layers 4", "names decoder layer 4, but the model has 4"),
         ("--trace-hint-bits 3", "hint_bits must be 1, 2 or 4; got 3"),
+        (
+            "--runs flags --trace-method bf16 --trace-number-format mxfp4",
+            "number_format=mxfp4 has no effect with method=bf16",
+        ),
+        ("--runs bf16 --trace-quantised-parts kv", "quantised_parts=kv has no effect"),
+        (
+            "--runs flags --trace-method quads --trace-diagnostic-share 0.5",
+            "diagnostic_share=0.5 has no effect with method=quads",
+        ),
         ("--tasks nowhere.jsonl", "--tasks nowhere.jsonl does not exist"),
         ("--steps 0", "--steps must be at least 1; got 0"),
     ],
