@@ -18,9 +18,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
+from importlib.abc import SourceLoader
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from megatron_trace.launching.versions import differences, installed_versions, tested_versions
@@ -80,6 +82,36 @@ def check_torch(_: Path) -> str:
     if not torch.equal(ops.rtn(x, 1.0, implementation="torch"), expected):
         raise RuntimeError("NVFP4 in torch gives other values than the specification")
     return f"NVFP4 in torch, {torch.get_num_threads()} threads"
+
+
+def check_imports(_: Path) -> str:
+    """Imports what every program does, and looks whether Python had to compile it all."""
+    from megatron_trace.testing import cpu_runtime
+
+    cpu_runtime.install()
+    started = time.perf_counter()
+    for name in ("megatron.training", "megatron_trace.rollout.engine"):
+        _module(name)
+    told = f"{time.perf_counter() - started:.1f} s to import Megatron, ModelOpt and the engine"
+    modules = list(sys.modules.values())
+    compiled = without_bytecode(modules)
+    if len(compiled) > len(modules) // 4:
+        raise AbsentError(
+            f"{told}: every process compiles {len(compiled)} modules anew, as their bytecode is "
+            "not kept"
+        )
+    return told
+
+
+def without_bytecode(modules: Iterable[ModuleType]) -> list[str]:
+    """Gives the names of those whose source the next process compiles again."""
+    return [
+        module.__name__
+        for module in modules
+        if (spec := getattr(module, "__spec__", None)) is not None
+        and isinstance(spec.loader, SourceLoader)
+        and not (spec.cached and Path(spec.cached).exists())
+    ]
 
 
 def check_triton(_: Path) -> str:
@@ -271,6 +303,11 @@ CHECKS: dict[str, tuple[Callable[[Path], str], str]] = {
         "the CPU, with a stand-in for CUDA: tests, the demo and tiny models only",
     ),
     "torch": (check_torch, "nothing: it is needed"),
+    "imports": (
+        check_imports,
+        "unset PYTHONDONTWRITEBYTECODE, with PYTHONPYCACHEPREFIX=FOLDER where nothing may be "
+        "written beside the sources; or once: python -m compileall -j 0 SITE-PACKAGES",
+    ),
     "triton": (check_triton, "the torch implementation (--trace-implementation torch)"),
     "nvcc": (check_nvcc, "Triton's kernels of the KV cache"),
     "kv_triton": (check_kv_triton, "attention over unpacked pages, in torch"),

@@ -1,12 +1,16 @@
 """tools/doctor.py where there is no GPU."""
 
+import importlib
 import json
+import py_compile
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+
+from megatron_trace.testing.programs import load_program
 
 TOOL = Path(__file__).parents[3] / "tools" / "doctor.py"
 
@@ -44,3 +48,13 @@ def test_what_is_broken_ends_with_an_error(tmp_path):
     )
     assert done.returncode == 1
     assert "gives other values than the specification" in done.stdout
+
+
+def test_a_module_whose_bytecode_is_not_kept_is_named(tmp_path, monkeypatch):
+    for name in ("kept_module", "compiled_module"):
+        (tmp_path / f"{name}.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    py_compile.compile(str(tmp_path / "kept_module.py"))
+    modules = [importlib.import_module(name) for name in ("kept_module", "compiled_module")]
+    assert load_program(TOOL).without_bytecode([*modules, sys]) == ["compiled_module"]
