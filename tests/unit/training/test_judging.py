@@ -10,7 +10,7 @@ from megatron_trace.formats import NUMBER_FORMATS, ops
 from megatron_trace.formats.residues import to_residues
 from megatron_trace.hints.guard import THRESHOLDS
 from megatron_trace.hints.types import ScaleForm, Site
-from megatron_trace.testing.assertions import assert_same_bytes
+from megatron_trace.testing.assertions import assert_same_bytes, tolerance
 from megatron_trace.testing.token_rows import rows_of, with_noise
 from megatron_trace.training import rounding as rounding_module
 from megatron_trace.training.hint_rows import HintRows
@@ -134,7 +134,9 @@ def test_training_is_the_same_with_diagnostics_which_judge_before_rounding(
     together, apart = (
         _trained(build, rolled, diagnostics=diagnostics, **options) for diagnostics in (False, True)
     )
-    assert_same_bytes(together[0], apart[0], "log-probs")
+    # A GPU adds up the rows of a token, and of an embedding, in no fixed order.
+    close = {"rtol": tolerance(cpu=0, gpu=1e-4), "atol": tolerance(cpu=0, gpu=1e-4)}
+    torch.testing.assert_close(together[0], apart[0], **close)
     assert together[1] == apart[1]
     assert all(counts.guided > 0 for counts in together[1].values())
     if "guard_min_parity_agreement" in options:
@@ -142,7 +144,7 @@ def test_training_is_the_same_with_diagnostics_which_judge_before_rounding(
     for ours, theirs in zip(together[2], apart[2], strict=True):
         assert (ours is None) == (theirs is None)
         if ours is not None:
-            assert_same_bytes(ours, theirs, "gradient")
+            torch.testing.assert_close(ours, theirs, **close)
 
 
 def test_a_place_asks_for_one_call_that_judges_and_rounds(build, rollout, monkeypatch):
