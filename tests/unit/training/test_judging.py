@@ -135,8 +135,8 @@ def test_training_is_the_same_with_diagnostics_which_judge_before_rounding(
         _trained(build, rolled, diagnostics=diagnostics, **options) for diagnostics in (False, True)
     )
     # A GPU adds up the rows of a token, and of an embedding, in no fixed order.
-    close = {"rtol": tolerance(cpu=0, gpu=1e-4), "atol": tolerance(cpu=0, gpu=1e-4)}
-    torch.testing.assert_close(together[0], apart[0], **close)
+    most = tolerance(cpu=0, gpu=1e-4)
+    torch.testing.assert_close(together[0], apart[0], rtol=most, atol=most)
     assert together[1] == apart[1]
     assert all(counts.guided > 0 for counts in together[1].values())
     if "guard_min_parity_agreement" in options:
@@ -144,7 +144,7 @@ def test_training_is_the_same_with_diagnostics_which_judge_before_rounding(
     for ours, theirs in zip(together[2], apart[2], strict=True):
         assert (ours is None) == (theirs is None)
         if ours is not None:
-            torch.testing.assert_close(ours, theirs, **close)
+            torch.testing.assert_close(ours, theirs, rtol=most, atol=most)
 
 
 def test_a_place_asks_for_one_call_that_judges_and_rounds(build, rollout, monkeypatch):
