@@ -168,11 +168,11 @@ def iterations(text: str) -> dict[int, dict[str, float]]:
 
 
 def table(first: dict[str, dict[str, float]]) -> str:
-    """Gives the first step of each trainer as text."""
+    """Gives the first step of each trainer as text; Megatron logs no mean below 0 (-)."""
     lines = [f"{'first step of':18}" + "".join(f"{name:>15}" for name in METRICS)]
     for name, values in first.items():
-        cells = "".join(f"{values.get(metric, float('nan')):15.3e}" for metric in METRICS)
-        lines.append(f"{name:18}{cells}")
+        cells = (f"{values[metric]:.3e}" if metric in values else "-" for metric in METRICS)
+        lines.append(f"{name:18}" + "".join(f"{cell:>15}" for cell in cells))
     return "\n".join(lines)
 
 

@@ -108,3 +108,9 @@ def test_a_folder_with_parts_of_another_model_is_refused(check):
     options.layers = 2
     with pytest.raises(SystemExit, match="is of another model: give another --out"):
         program.Run(options).write_settings()
+
+
+def test_a_mean_that_megatron_did_not_log_is_no_number_in_the_table(check):
+    program, _, _ = check
+    row = program.table({"qat": {"log-prob gap": 3e-2, "grad norm": 1.5}}).splitlines()[1]
+    assert row.split() == ["qat", "3.000e-02", "-", "1.500e+00"]
