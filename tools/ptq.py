@@ -98,8 +98,13 @@ def main() -> None:
     )
     parser.add_argument("--output", type=Path, help="default: ptq.json in the run's folder")
     args = parser.parse_args()
+    if args.calibration < 1:
+        parser.error(f"--calibration must be at least 1; got {args.calibration}")
+    output = args.output or args.run / "ptq.json"
     torch.set_num_threads(1)
     try:
+        if args.output:  # Better known before than after all answers.
+            output.parent.mkdir(parents=True, exist_ok=True)
         with single_process(seed=0):
             results = compare(
                 args.run,
@@ -110,7 +115,6 @@ def main() -> None:
                 quantised_parts=args.quantised_parts,
             )
         print(table(results))
-        output = args.output or args.run / "ptq.json"
         output.write_text(json.dumps([r.record() for r in results], indent=1) + "\n")
     except (OSError, ValueError) as error:
         raise SystemExit(f"error: {error}") from None

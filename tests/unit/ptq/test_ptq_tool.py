@@ -68,3 +68,20 @@ def test_more_problems_than_were_held_out_are_refused(tool, run_folder, monkeypa
     monkeypatch.setattr(sys, "argv", ["ptq.py", "--run", str(run_folder), "--held-out", "9"])
     with pytest.raises(SystemExit, match="must be 1 to 8"):
         tool.main()
+
+
+@pytest.mark.parametrize("number", ["0", "-5"])
+def test_a_calibration_on_nothing_is_refused(tool, run_folder, monkeypatch, capsys, number):
+    flags = ["--run", str(run_folder), "--calibration", number]
+    monkeypatch.setattr(sys, "argv", ["ptq.py", *flags])
+    with pytest.raises(SystemExit):
+        tool.main()
+    assert f"--calibration must be at least 1; got {number}" in capsys.readouterr().err
+
+
+def test_the_results_go_into_a_new_folder(tool, run_folder, tmp_path, monkeypatch):
+    output = tmp_path / "new" / "results.json"
+    flags = ["--run", str(run_folder), "--calibration", "16", "--recipe", "vanilla"]
+    monkeypatch.setattr(sys, "argv", ["ptq.py", *flags, "--output", str(output)])
+    tool.main()
+    assert [one["recipe"] for one in json.loads(output.read_text())] == ["bf16", "vanilla"]
