@@ -64,23 +64,30 @@ def side_by_side(matrices: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         [n, M, K] each.
     """
     stacks: list[torch.Tensor] = []
-    first = last = 0
-    for index, matrix in enumerate(matrices):
-        if index and not _follows(matrix, matrices[index - 1]):
-            stacks.append(_stack(matrices[first:index]))
-            first = index
-        last = index + 1
-    return (*stacks, _stack(matrices[first:last]))
+    first = 0
+    while first < len(matrices):
+        last = first + _num_side_by_side(matrices, first)
+        stacks.append(_stack(matrices[first:last]))
+        first = last
+    return tuple(stacks)
 
 
-def _follows(matrix: torch.Tensor, before: torch.Tensor) -> bool:
-    return (
-        matrix.untyped_storage().data_ptr() == before.untyped_storage().data_ptr()
-        and matrix.storage_offset() == before.storage_offset() + before.numel()
-        and matrix.shape == before.shape
-        and matrix.is_contiguous()
-        and before.is_contiguous()
-    )
+def _num_side_by_side(matrices: Sequence[torch.Tensor], first: int) -> int:
+    """Gives how many matrices, from one on, lie side by side in its memory."""
+    head = matrices[first]
+    if not head.is_contiguous():
+        return 1
+    # By addresses: to ask hundreds for their storages takes the host as long as several products.
+    storage, size = head.untyped_storage(), head.nbytes
+    end, start = storage.data_ptr() + storage.nbytes(), head.data_ptr()
+    form = head.shape, head.dtype
+    for number, matrix in enumerate(itertools.islice(matrices, first + 1, None), 1):
+        start += size
+        if matrix.data_ptr() != start or start + size > end:
+            return number
+        if (matrix.shape, matrix.dtype) != form or not matrix.is_contiguous():
+            return number
+    return len(matrices) - first
 
 
 def _stack(matrices: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -238,3 +238,20 @@ def test_matrices_that_are_not_side_by_side_are_stacks_of_their_own():
     stacks = products.side_by_side([memory[0], memory[1], memory[3], of_other_memory])
     assert [len(stack) for stack in stacks] == [2, 1, 1]
     assert_same_bytes(torch.cat(stacks), torch.stack([*memory[:2], memory[3], memory[2]]), "all")
+
+
+def test_matrices_of_other_sizes_strides_or_dtypes_are_stacks_of_their_own():
+    memory = torch.arange(6 * M * K, dtype=torch.float32).view(6, M, K)
+    given = [
+        memory[0],
+        memory[1].view(torch.int32).view(M, K),
+        memory[2].t(),
+        memory[3].view(K, M),
+        memory[4],
+        memory[5],
+    ]
+    stacks = products.side_by_side(given)
+    assert [len(stack) for stack in stacks] == [1, 1, 1, 1, 2]
+    for stack, matrix in zip(stacks[:4], given, strict=False):
+        assert_same_bytes(stack[0], matrix, "a matrix by itself")
+    assert products.side_by_side([]) == ()
