@@ -8,7 +8,8 @@ Logging, evaluation, optimizer, schedules of the pipeline and checkpoints are Me
 is an objective of `rl.losses` (--trace-objective, and others of the group "trace, objective") over
 the recorded samples; rollouts come from `examples/record_rollouts.py` or from an engine that writes
 such a folder (`rl.rollout_folder`). It may also be the folder of a run (`rl.exchange`), in which
-workers roll out meanwhile: `examples/rollout_worker.py`, launch/.
+workers roll out meanwhile: `examples/rollout_worker.py`, launch/. With --trace-metrics-dir FOLDER
+every step leaves a line of metrics there, for tools/report.py.
 """
 
 # ruff: noqa: E402  The stand-in for the CUDA runtime must be installed before Megatron is imported.
@@ -42,9 +43,13 @@ from megatron_trace.arguments import (
     require_agreement,
     trace_config_from_args,
 )
+from megatron_trace.config import RecordedConfig, TraceConfig
+from megatron_trace.rl.exchange import PausedError
 from megatron_trace.rl.exchange_folder import ExchangeFolder
 from megatron_trace.rl.loop_health import LoopHealth
+from megatron_trace.rl.loop_log import LoopLog
 from megatron_trace.rl.recorded import RecordedTraining
+from megatron_trace.rl_config import LossConfig
 from megatron_trace.training.megatron_model import trace_model_config_from_args, trace_sites
 from megatron_trace.training.sites import TraceSites
 from megatron_trace.training.weights import expert_weight_digest
@@ -64,6 +69,38 @@ def main() -> None:
     )
     trace, recorded = trace_config_from_args(args), recorded_config_from_args(args)
     require_agreement(args, trace, recorded)
+    loss, alarms = loss_config_from_args(args), health_config_from_args(args)
+    settings = {"trace": trace, "loss": loss, "health": alarms, "recorded": recorded}
+    log = LoopLog(recorded.metrics_dir, args, settings)
+    if args.bf16:
+        # A step with NaN or Inf is skipped and counted, which Megatron's optimizer does with a
+        # constant scale of the loss; its own check would end the run.
+        args.loss_scale, args.check_for_nan_in_loss_and_grad = args.loss_scale or 1.0, False
+    health = LoopHealth(
+        alarms, trace, saves=bool(args.save), skips=args.bf16, logs=bool(recorded.metrics_dir)
+    )
+    try:
+        with log.running():
+            train(args, trace, recorded, loss, health, log)
+    except SystemExit as way_out:
+        if args.rank and isinstance(way_out.code, str):  # One rank tells.
+            raise SystemExit(1) from None
+        raise
+
+
+def train(
+    args: Namespace,
+    trace: TraceConfig,
+    recorded: RecordedConfig,
+    loss: LossConfig,
+    health: LoopHealth,
+    log: LoopLog,
+) -> None:
+    """Trains until the last iteration, or until Megatron ends it.
+
+    Raises:
+        SystemExit: An alarm stopped the run.
+    """
     # Stages, and the all-gather dispatcher, must know how long the micro-batches of others are.
     fixed_length = args.pipeline_model_parallel_size > 1 or (
         args.moe_token_dispatcher_type == "allgather" and args.expert_model_parallel_size > 1
@@ -76,17 +113,10 @@ def main() -> None:
             args.eval_micro_batch_size * args.data_parallel_size * args.gtp_weight_remat_size
         )
 
-    if args.bf16:
-        # A step with NaN or Inf is skipped and counted, which Megatron's optimizer does with a
-        # constant scale of the loss; its own check would end the run.
-        args.loss_scale, args.check_for_nan_in_loss_and_grad = args.loss_scale or 1.0, False
-    health = LoopHealth(
-        health_config_from_args(args), trace, saves=bool(args.save), skips=args.bf16
-    )
     training = RecordedTraining(
         trace,
         recorded,
-        loss_config_from_args(args),
+        loss,
         num_positions=args.seq_length if fixed_length else None,
         num_micro_batches=num_micro_batches,
         health=health,
@@ -139,6 +169,7 @@ def main() -> None:
         contextlib.closing(training),
         compat.distributed_optimizer_resumes_with_torch_adam(),
         saving(),
+        compat.training_steps_told(lambda of: log.step(of, health.take_record())),
     ):
         try:
             pretrain(
@@ -152,6 +183,14 @@ def main() -> None:
                 raise SystemExit(_stopped(args, health.stop_reason)) from None
             if way_out.code or not stages:
                 raise
+            if args.curr_iteration + 1 < args.train_iters:
+                log.leave_off("asked to: --exit-interval, --exit-duration-in-mins or a signal")
+        except PausedError as error:
+            log.leave_off(str(error))
+            raise
+    if iteration is None and args.iteration >= args.train_iters:
+        print_rank_0(f"all {args.train_iters} iterations were done before")
+        return
     training.assert_ran()
     print_rank_0(f"TRACE ran: method {trace.method}, {len(training.folders[0])} samples")
     print_rank_0(training.summary())
@@ -160,13 +199,8 @@ def main() -> None:
         print_rank_0(f"  version {args.curr_iteration + 1} has digest {digest}")
 
 
-def _stopped(args: Namespace, reason: str) -> str | int:
-    """Gives what one rank tells of an alarm, and the others' status.
-
-    It is not 0, which tells a job that the run is complete.
-    """
-    if args.rank:
-        return 1
+def _stopped(args: Namespace, reason: str) -> str:
+    """Gives what is told of an alarm; a status that is not 0 tells a job that it is not done."""
     kept = f"the checkpoint is in {args.save}" if args.save else "no --save, no checkpoint"
     return f"stopped after iteration {args.curr_iteration + 1}, as {reason}; {kept}"
 

@@ -32,6 +32,9 @@ BATCHES_PER_STEP=${BATCHES_PER_STEP:-1} PROMPTS_PER_BATCH=${PROMPTS_PER_BATCH:-3
 SAMPLES_PER_PROMPT=${SAMPLES_PER_PROMPT:-8} PUBLISH_EVERY=${PUBLISH_EVERY:-1} MAX_LAG=${MAX_LAG:-0}
 SAMPLES_PER_STEP=$((BATCHES_PER_STEP * PROMPTS_PER_BATCH * SAMPLES_PER_PROMPT))
 
+# What tools/report.py reads; TRAIN_FLAGS may name another folder.
+METRICS_FLAG=(--trace-metrics-dir="$RUN/training")
+
 say() { printf '%s %s\n' "$(date -u +%FT%TZ)" "$*"; }
 
 # Of the job; a requeued one is another attempt of the same job.
@@ -82,7 +85,7 @@ preflight() { # preflight FLAGS: refuses, with a sentence, a job that cannot run
     if ((TRAINS)); then
         flags+=(--samples-per-step "$SAMPLES_PER_STEP" --steps-kept "$((MAX_LAG + 2))" --step-s "$STEP_S"
             ${HOST_GIB:+--host-gib "$HOST_GIB"})
-        model+=("${TRAIN_FLAGS[@]}" --global-batch-size="$SAMPLES_PER_STEP")
+        model+=("${METRICS_FLAG[@]}" "${TRAIN_FLAGS[@]}" --global-batch-size="$SAMPLES_PER_STEP")
     fi
     if [[ -z ${CONTAINER_IMAGE:-} ]]; then # In a container, paths may be others.
         for needed in "${NEEDED[@]}"; do
@@ -250,7 +253,7 @@ programs() {
         --max-lag "$MAX_LAG" --lease-s "${LEASE_S:-60}")
     WORKER=(launch/worker.sh --rollout-worker "$PYTHON" examples/rollout_worker.py "${MODEL_FLAGS[@]}"
         "${ROLLOUT_FLAGS[@]}" ${WORKER_FLAGS[@]+"${WORKER_FLAGS[@]}"} --load="$START" --rollout-tasks="$TASKS" --rollout-run="$RUN")
-    TRAINER=(launch/rank.sh "$PYTHON" examples/pretrain_trace.py "${MODEL_FLAGS[@]}" "${TRAIN_FLAGS[@]}"
+    TRAINER=(launch/rank.sh "$PYTHON" examples/pretrain_trace.py "${MODEL_FLAGS[@]}" "${METRICS_FLAG[@]}" "${TRAIN_FLAGS[@]}"
         --trace-hint-dir="$RUN" --pretrained-checkpoint="$START" --load="$RUN/checkpoints"
         --save="$RUN/checkpoints" --save-interval="$PUBLISH_EVERY" --train-iters="$STEPS_OF_RUN"
         --global-batch-size="$SAMPLES_PER_STEP" --exit-signal-handler --exit-signal=SIGUSR1)

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import queue
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
@@ -226,6 +228,60 @@ def checkpoint_writes_in_process() -> Iterator[None]:
         yield
     finally:
         filesystem_async._results_queue = previous
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """What Megatron's loop says of a training step after its update.
+
+    Attributes:
+        iteration: Its number, from 1.
+        losses: What the loss function reported, means over the step; empty but on the last stage.
+        grad_norm: Gradient norm before clipping, of the whole model; None if it has none.
+        learning_rate: Learning rate; None if the rank trains nothing.
+        skipped: Whether the update was skipped.
+    """
+
+    iteration: int
+    losses: Mapping[str, float]
+    grad_norm: float | None
+    learning_rate: float | None
+    skipped: bool
+
+
+@contextlib.contextmanager
+def training_steps_told(tell: Callable[[StepOutcome], None]) -> Iterator[None]:
+    """Calls `tell` after each training step of Megatron's loop, on every rank, inside the context.
+
+    The loop has no hook after an update, and gives its outcome to `training_log` (training.py)
+    only, which prints means over several steps.
+    """
+    require_version("megatron-core", MEGATRON_CORE, "training_steps_told")
+    from megatron.training import training
+
+    original = training.training_log
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def told(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        of = signature.bind(*args, **kwargs).arguments
+        tell(
+            StepOutcome(
+                iteration=of["iteration"],
+                losses={name: float(loss) for name, loss in of["loss_dict"].items()},
+                grad_norm=of["grad_norm"],
+                learning_rate=of["learning_rate"],
+                skipped=bool(of["skipped_iter"]),
+            )
+        )
+        return result
+
+    training.training_log = told
+    try:
+        yield
+    finally:
+        training.training_log = original
 
 
 def data_set_helpers_not_compiled() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal, get_args
 
 from megatron_trace.formats.number_format import FORMAT_SETS, FormatSet
@@ -364,6 +365,9 @@ class RecordedConfig:
             not used yet, the one in use included, for each chunk of the model on a rank; prefetch
             needs room for two. A micro-batch whose hints alone take more is an error. Without it,
             prefetch reads one micro-batch ahead.
+        metrics_dir: Folder that gets what every step measures (`metrics.jsonl`) and what the run is
+            (`run.json`), for tools/report.py; empty writes none. A run that goes on from a
+            checkpoint continues the file.
     """
 
     hint_dir: str = ""
@@ -375,6 +379,7 @@ class RecordedConfig:
     prefetch: bool = False
     hint_reader: Literal["auto", "process", "thread"] = "auto"
     hint_memory_mb: int | None = None
+    metrics_dir: str = ""
 
     def __post_init__(self) -> None:
         """Raises ValueError on a value out of range."""
@@ -396,6 +401,18 @@ class RecordedConfig:
             )
         bound = self.hint_memory_mb
         _require(bound is None or bound > 0, "hint_memory_mb", "> 0", bound)
+        for name in ("hint_dir", "valid_hint_dir"):
+            folder = getattr(self, name)
+            if self.metrics_dir and folder and Path(folder).resolve() == self.metrics_path:
+                raise ValueError(
+                    f"metrics_dir={self.metrics_dir} is {name}, whose run.json would be another "
+                    "file; give it a folder of its own, such as one within"
+                )
+
+    @property
+    def metrics_path(self) -> Path:
+        """Absolute path of `metrics_dir`."""
+        return Path(self.metrics_dir).resolve()
 
 
 def _parse_layers(text: str) -> tuple[int, ...]:

@@ -5,7 +5,8 @@ Legend: B samples, S positions, N rows, K values of a row, C blocks of a row.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+import math
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Self
 
 import torch
@@ -49,6 +50,10 @@ class LogprobGap:
     ratio_mean: float
     ratio_min: float
     ratio_max: float
+
+    def as_dict(self) -> dict[str, float | None]:
+        """Gives plain numbers for a JSON line; None for what is NaN."""
+        return {name: None if math.isnan(of) else of for name, of in asdict(self).items()}
 
 
 def logprob_gap(rollout: torch.Tensor, train: torch.Tensor, mask: torch.Tensor) -> LogprobGap:

@@ -65,7 +65,7 @@ def parsed_flags(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--gpus-per-node", type=int, required=True)
     parser.add_argument("--slurm-nodes", type=int, help="SLURM_NNODES, of both components")
     parser.add_argument("--visible-devices", help="CUDA_VISIBLE_DEVICES")
-    parser.add_argument("--run", type=Path, help="the run's folder, for its free space")
+    parser.add_argument("--run", type=Path, help="the run's folder")
     parser.add_argument("--samples-per-step", type=int)
     parser.add_argument("--steps-kept", type=int, default=2, help="default 2")
     parser.add_argument("--host-gib", type=float, help="memory of a node")
@@ -89,6 +89,7 @@ def asked(args: argparse.Namespace) -> Job:
         slurm_nodes=args.slurm_nodes,
         visible_devices=args.visible_devices,
         steps_kept=args.steps_kept,
+        run=args.run,
         samples_per_step=args.samples_per_step,
         free_disk_bytes=free_bytes(args.run),
         host_memory_bytes=None if args.host_gib is None else int(args.host_gib * 2**30),

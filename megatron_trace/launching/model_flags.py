@@ -44,6 +44,7 @@ class RunFlags:
     trace_hint_bits: int = 1
     trace_hint_scales: str = "raw"
     trace_hint_memory_mb: int | None = None
+    trace_metrics_dir: str = ""
     trace_delta_rule: str = "auto"
     deterministic_mode: bool = False
 

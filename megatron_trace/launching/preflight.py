@@ -27,6 +27,7 @@ class Job:
         slurm_nodes: Nodes that Slurm gave, of both components.
         visible_devices: CUDA_VISIBLE_DEVICES.
         steps_kept: Steps whose hints are on disk at a time.
+        run: Folder of the run.
         samples_per_step: Samples of a step.
         free_disk_bytes: Free where the run's folder is, or taken by hints that the run drops.
         host_memory_bytes: Memory of a node.
@@ -43,6 +44,7 @@ class Job:
     slurm_nodes: int | None = None
     visible_devices: str | None = None
     steps_kept: int = 2
+    run: Path | None = None
     samples_per_step: int | None = None
     free_disk_bytes: int | None = None
     host_memory_bytes: int | None = None
@@ -58,7 +60,7 @@ def reasons_against(job: Job, flags: RunFlags) -> list[str]:
     if wrong := [*_settings(flags)]:
         # The other checks compute with these settings.
         return wrong
-    checks = (_paths, _layout, _devices, _divisibility, _batch, _storage, _time)
+    checks = (_paths, _metrics, _layout, _devices, _divisibility, _batch, _storage, _time)
     return [reason for check in checks for reason in check(job, flags)]
 
 
@@ -117,6 +119,19 @@ def _paths(job: Job, flags: RunFlags) -> Iterator[str]:
     for name, path in job.needed.items():
         if not path.exists():
             yield f"{name}={path} does not exist: correct it in the run's file of settings"
+
+
+def _metrics(job: Job, flags: RunFlags) -> Iterator[str]:
+    if not flags.trace_metrics_dir:
+        return
+    path = Path(flags.trace_metrics_dir)
+    if path.exists() and not path.is_dir():
+        yield f"--trace-metrics-dir {path} is no folder: give one that is, or will be"
+    if job.run is not None and path.resolve() == job.run.resolve():
+        yield (
+            f"--trace-metrics-dir {path} is the run's own folder, whose run.json says what all of "
+            "the run must agree on: leave it out, or give another folder"
+        )
 
 
 def _layout(job: Job, flags: RunFlags) -> Iterator[str]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from megatron_trace.hints.folders import HintFolders
 from megatron_trace.hints.settings_file import load_settings
 from megatron_trace.rl.exchange import RUN_FILE, Batch, Exchange
-from megatron_trace.rl.rollout_folder import RewardedSample, RolloutFolder, advantages_of
+from megatron_trace.rl.rollout_folder import Reward, RewardedSample, RolloutFolder, advantages_of
 from megatron_trace.rl_config import LossConfig
 
 
@@ -96,10 +96,8 @@ class ExchangeFolder:
             RuntimeError: The sample is of a version beyond the bound, or of a later one.
             ValueError: A file is damaged.
         """
-        batch, advantages = self._batch(index // self.exchange.settings.samples_per_batch)
-        reward = batch.rewards[index % self.exchange.settings.samples_per_batch]
         name = self.sample_id(index)
-        return RewardedSample(self.hints.sample(name), reward.reward, advantages[name])
+        return RewardedSample(self.hints.sample(name), self.reward(index), self.advantage(index))
 
     def sample_id(self, index: int) -> str:
         """Gives the name of a sample, by which `hints` can read it; waits for its batch.
@@ -108,15 +106,23 @@ class ExchangeFolder:
             PausedError: See `__getitem__`, as the next one.
             RuntimeError: The sample is of a version beyond the bound, or of a later one.
         """
-        batch, _ = self._batch(index // self.exchange.settings.samples_per_batch)
-        name = batch.rewards[index % self.exchange.settings.samples_per_batch].sample_id
+        batch, name = self._batch_of(index), self._reward_of(index).sample_id
         self.hints.sources[name] = self.exchange.folder / batch.folder
         return name
 
     def advantage(self, index: int) -> float:
         """Gives a sample's advantage without reading its file."""
-        batch, advantages = self._batch(index // self.exchange.settings.samples_per_batch)
-        return advantages[batch.rewards[index % self.exchange.settings.samples_per_batch].sample_id]
+        _, advantages = self._batch(index // self.exchange.settings.samples_per_batch)
+        return advantages[self._reward_of(index).sample_id]
+
+    def reward(self, index: int) -> float:
+        """Gives a sample's reward without reading its file."""
+        return self._reward_of(index).reward
+
+    def lag(self, index: int) -> int:
+        """Gives by how many versions a sample is older than the weights that its step trains."""
+        batch = self._batch_of(index)
+        return batch.number // self.exchange.settings.batches_per_step - batch.policy_version
 
     def require_fitting(
         self,
@@ -161,6 +167,12 @@ class ExchangeFolder:
         other = copy.copy(self)
         other.hints, other._batches = HintFolders(), {}
         return other
+
+    def _batch_of(self, index: int) -> Batch:
+        return self._batch(index // self.exchange.settings.samples_per_batch)[0]
+
+    def _reward_of(self, index: int) -> Reward:
+        return self._batch_of(index).rewards[index % self.exchange.settings.samples_per_batch]
 
     def _batch(self, number: int) -> tuple[Batch, dict[str, float]]:
         if number not in self._batches:

@@ -93,8 +93,8 @@ MEASURES: dict[str, Measure] = {
         _largest("health", "nearest_mismatch"), "diagnostics", in_loop=True
     ),
     "scale_mismatch": Measure(_largest("health", "scale_mismatch"), "diagnostics", in_loop=True),
-    "d_act": Measure(_largest("health", "d_act"), "diagnostics"),
-    "d_act_nearest": Measure(_largest("health", "d_act_nearest"), "diagnostics"),
+    "d_act": Measure(_largest("health", "d_act"), "diagnostics", in_loop=True),
+    "d_act_nearest": Measure(_largest("health", "d_act_nearest"), "diagnostics", in_loop=True),
     # How far the rounding that hints hide has drifted: the gap cannot tell, see `nearest_growth`.
     "staleness": Measure(_field("health", "nearest_growth"), "diagnostics"),
     "lag": Measure(_field("health", "lag_max")),

@@ -1,4 +1,4 @@
-"""Alarms inside Megatron's own training loop, on what a step on recorded rollouts measures.
+"""Health of the steps inside Megatron's own training loop: alarms, skipped steps, records.
 
 A step with NaN or Inf is skipped and counted, as in an RL run.
 
@@ -12,8 +12,9 @@ Legend: B samples of a micro-batch, S positions.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
-from dataclasses import astuple
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -32,11 +33,11 @@ from megatron_trace.rl.health import (
     require_measurable,
     samples_to_drop,
 )
-from megatron_trace.rl.health_metrics import training_health
+from megatron_trace.rl.loop_record import SampleOrigin, StepMeasures
 from megatron_trace.rl.losses import LossSums
 from megatron_trace.rl_config import HealthConfig
 from megatron_trace.training import gradients
-from megatron_trace.training.over_ranks import largest, quantile, summed, summed_report
+from megatron_trace.training.over_ranks import largest
 from megatron_trace.training.report import TraceReport
 from megatron_trace.training.rounding import NonFiniteError
 from megatron_trace.training.sites import TraceSites
@@ -53,6 +54,8 @@ class LoopHealth:
         saves: Whether the run saves checkpoints, so that one is left when it stops.
         skips: Whether the optimizer skips a step whose gradients are Inf, as Megatron's does with
             16-bit weights and `--loss-scale`; if not, NaN or Inf is an error.
+        logs: Whether steps are logged, so that all that a step has is measured, not only what the
+            alarms watch.
 
     Attributes:
         alarms: The alarms that are checked.
@@ -67,7 +70,13 @@ class LoopHealth:
     """
 
     def __init__(
-        self, config: HealthConfig, trace: TraceConfig, *, saves: bool, skips: bool = True
+        self,
+        config: HealthConfig,
+        trace: TraceConfig,
+        *,
+        saves: bool,
+        skips: bool = True,
+        logs: bool = False,
     ) -> None:
         require_measurable(config, trace)
         _require_possible(config, saves=saves)
@@ -81,20 +90,22 @@ class LoopHealth:
         self.can_skip = skips
         self.num_skipped = 0
         self.stop_reason = ""
-        self._codes = any(MEASURES[alarm.name].needs == "diagnostics" for alarm in self.alarms)
-        self._routing = self._watches("router_disagreement")
+        self.logs = logs
+        watched = {alarm.name for alarm in self.alarms}
+        self._codes = any(MEASURES[name].needs == "diagnostics" for name in watched)
+        self._codes |= logs and trace.diagnostic_share > 0
+        self._routing = logs or "router_disagreement" in watched
+        self._p99 = logs or "gap_p99" in watched
+        self._record: dict[str, Any] = {}
+        self._settled = 0.0
         self._forget()
 
-    def _watches(self, name: str) -> bool:
-        return any(alarm.name == name for alarm in self.alarms)
-
     def _forget(self) -> None:
-        self._sums = LossSums()
-        self._gaps: list[torch.Tensor] = []
+        self._measures = StepMeasures()
         self._is_finite = True
 
     def prepare(self, sites: TraceSites, *, trains: bool) -> None:
-        """Lets a stage compare what alarms watch; call it before micro-batches are made.
+        """Lets a stage compare what alarms and the log need; call it before micro-batches are made.
 
         Args:
             sites: Of the stage.
@@ -103,6 +114,10 @@ class LoopHealth:
         sites.on_non_finite = self.note_non_finite if trains and self.can_skip else None
         sites.diagnostics = self._codes
         sites.compares_replayed_routing = self._routing
+
+    def waiting(self) -> AbstractContextManager[None]:
+        """Gives a context in which a training step waits for its next micro-batch."""
+        return self._measures.waiting()
 
     def note_non_finite(self, error: NonFiniteError) -> None:
         """Lets the update of the training step that is under way be skipped.
@@ -128,10 +143,9 @@ class LoopHealth:
         if not self.can_skip:
             return False
         is_bad = not (self._is_finite and gradients.are_finite(chunks))
-        if not largest(float(is_bad), _world()):
+        if not largest([is_bad], _world())[0]:
             return False
         gradients.make_infinite(chunks)
-        self._forget()
         self.num_skipped += 1
         if dist.get_rank() == 0:
             _logger.warning(
@@ -139,8 +153,7 @@ class LoopHealth:
                 self.num_skipped,
                 self.config.max_skipped_steps,
             )
-        alarm = non_finite_alarm(self.config, self.num_skipped)
-        self.stop_reason = must_stop({"alarms": [alarm]})
+        self._settle({"alarms": [non_finite_alarm(self.config, self.num_skipped)]})
         return True
 
     def dropped(self, delta: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -161,9 +174,26 @@ class LoopHealth:
             sums: What its loss adds up.
             groups: The model's; tensor-parallel ranks have the same tokens, and one counts.
         """
-        if self.alarms and groups.tp.rank() == 0:
-            self._gaps.append(gaps.detach())
-            self._sums += sums
+        if (self.alarms or self.logs) and groups.tp.rank() == 0:
+            self._measures.add(gaps, sums)
+
+    def add_samples(
+        self,
+        origin: SampleOrigin,
+        mask: torch.Tensor,
+        dropped: torch.Tensor,
+        groups: ProcessGroupCollection,
+    ) -> None:
+        """Adds the samples of a micro-batch of a training step, on a rank of the last stage.
+
+        Args:
+            origin: What is known of them beside their tokens.
+            mask: bool [B, S]; response tokens, of whole samples.
+            dropped: bool [B]; samples that an alarm leaves out.
+            groups: The model's; context-parallel ranks have parts of the same samples, too.
+        """
+        if self.logs and groups.tp.rank() == 0 and groups.cp.rank() == 0:
+            self._measures.add_samples(origin, mask.sum(1), dropped)
 
     def check(self, step: int, report: TraceReport) -> list[dict[str, Any]]:
         """Gives the alarms of a step, the same on all ranks, and warns on one; a collective.
@@ -174,35 +204,33 @@ class LoopHealth:
             step: Number of the step, for the warning.
             report: What the quantisers on this rank did in the step.
         """
-        if not self.alarms:
+        if not (self.alarms or self.logs):
+            self._forget()
             return []
-        record = self._record(step, report)
-        self._forget()
+        record = self._measures.record(step, report, _world(), p99=self._p99, codes=self._codes)
         found = raised(self.alarms, record, warns=dist.get_rank() == 0)
-        self.stop_reason = must_stop({"alarms": found})
+        self._settle(record | {"alarms": found})
         return found
 
-    def _record(self, step: int, report: TraceReport) -> dict[str, Any]:
-        """Gives a step's record as far as the loop has it, of all ranks; a collective."""
-        world = _world()
-        own = torch.cat([torch.empty(0), *(part.float().cpu() for part in self._gaps)])
-        delta = own.double()
-        kl = (torch.expm1(delta) - delta).sum().item()
-        sums = summed([delta.numel(), delta.abs().sum().item(), kl, *astuple(self._sums)], world)
-        num_tokens, gap, kl, *of_loss = sums
-        record: dict[str, Any] = {
-            "step": step,
-            "gap": dict.fromkeys(("mean", "p99", "max", "kl")),
-            **LossSums(*of_loss).means(),  # pyright: ignore[reportArgumentType]
-            "health": training_health(summed_report(report, world)),
-        }
-        if num_tokens:
-            record["gap"] |= {"mean": gap / num_tokens, "kl": kl / num_tokens}
-            if self._watches("gap_max"):
-                found = own.abs().max().item() if own.numel() else 0.0
-                record["gap"]["max"] = largest(found, world)
-            if self._watches("gap_p99"):
-                record["gap"]["p99"] = quantile(own.abs(), 0.99, world)
+    def _settle(self, record: dict[str, Any]) -> None:
+        """Keeps the record of a step until its update is done, and forgets what was added."""
+        self.stop_reason = must_stop(record)
+        if self.logs:
+            # The first stage begins first.
+            (elapsed,) = largest([self._measures.elapsed_s], _world())
+            self._settled = time.perf_counter()
+            self._record = record | {"seconds": {"train": elapsed, "wait": self._measures.wait_s}}
+        self._forget()
+
+    def take_record(self) -> dict[str, Any]:
+        """Gives the record of the step whose update was just done; empty if steps are not logged.
+
+        Its seconds are those from the first micro-batch on that a rank asked for, and of them those
+        in which this rank waited for one.
+        """
+        record, self._record = self._record, {}
+        if record:
+            record["seconds"]["train"] += time.perf_counter() - self._settled
         return record
 
 

@@ -8,6 +8,7 @@ have the records beside it: numbers only, named by their path in the record ("ga
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 from collections.abc import Iterator, Mapping
@@ -16,6 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
+
+METRICS_FILE = "metrics.jsonl"
+_logger = logging.getLogger(__name__)
 
 
 class MetricsLog:
@@ -27,6 +31,12 @@ class MetricsLog:
             when the run was killed, are removed; 0 starts the file anew.
         tensorboard: Whether the folder `tensorboard` beside the file gets the numbers too.
             TensorBoard then hides what it has of `first_step` and later steps.
+        lacks: Whether steps before `first_step` may be missing, as of a run that did not begin at
+            0, or was not logged from its start. Damaged lines are left out then, with a warning.
+
+    Attributes:
+        path: The file.
+        kept: Records of the steps before `first_step`.
 
     Raises:
         ValueError: The file does not hold every step before `first_step`, so it belongs to another
@@ -34,20 +44,33 @@ class MetricsLog:
         ImportError: TensorBoard is to be written and not installed.
     """
 
-    def __init__(self, path: str | Path, *, first_step: int, tensorboard: bool = False) -> None:
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        first_step: int,
+        tensorboard: bool = False,
+        lacks: bool = False,
+    ) -> None:
         self.path = Path(path)
-        kept = read_metrics(self.path, before=first_step) if first_step else []
-        if [record["step"] for record in kept] != list(range(first_step)):
+        self.kept = self._readable(first_step) if lacks else read_metrics(path, before=first_step)
+        if not lacks and [record["step"] for record in self.kept] != list(range(first_step)):
             raise ValueError(
                 f"{self.path} must hold the steps 0 to {first_step - 1} to be continued at step "
-                f"{first_step}; it holds {[record['step'] for record in kept]}; resume with the "
-                "run's own folder"
+                f"{first_step}; it holds {[record['step'] for record in self.kept]}; resume with "
+                "the run's own folder"
             )
         self.path.parent.mkdir(parents=True, exist_ok=True)
         temporary = self.path.with_name(self.path.name + ".tmp")
-        temporary.write_text("".join(line_of_record(record) for record in kept))
+        temporary.write_text("".join(line_of_record(record) for record in self.kept))
         os.replace(temporary, self.path)
         self._writer = _writer(self.path.parent, first_step) if tensorboard else None
+
+    def _readable(self, first_step: int) -> list[dict[str, Any]]:
+        records, damaged = readable_metrics(self.path)
+        if damaged:
+            _logger.warning("%s: %d damaged lines are left out", self.path, len(damaged))
+        return [record for record in records if record["step"] < first_step]
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Writes the metrics of one step; `record["step"]` numbers it."""
@@ -78,6 +101,34 @@ def read_metrics(path: str | Path, *, before: int | None = None) -> list[dict[st
     complete = text[: text.rfind("\n") + 1]
     records = [record_of_line(line) for line in complete.splitlines()]
     return [record for record in records if before is None or record["step"] < before]
+
+
+def readable_metrics(path: str | Path) -> tuple[list[dict[str, Any]], list[int]]:
+    """Gives what can be read of a metrics file: one record a step, and where lines are damaged.
+
+    Args:
+        path: File of a `MetricsLog`, or what is left of it; a missing one has no records.
+
+    Returns:
+        The records in the order of their steps, the last one of a step that has several; the
+        numbers of the damaged lines, from 1.
+
+    Raises:
+        OSError: It cannot be read.
+    """
+    path = Path(path)
+    if not path.exists():
+        return [], []
+    by_step: dict[int, dict[str, Any]] = {}
+    damaged = []
+    text = path.read_bytes().decode("utf-8", errors="replace")
+    for number, line in enumerate(text.splitlines(), start=1):
+        try:
+            record = record_of_line(line)
+            by_step[int(record["step"])] = record
+        except (ValueError, LookupError, TypeError, OverflowError):
+            damaged.append(number)
+    return [by_step[step] for step in sorted(by_step)], damaged
 
 
 def line_of_record(record: Mapping[str, Any]) -> str:

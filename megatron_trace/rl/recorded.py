@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -24,6 +25,7 @@ from megatron_trace.config import RecordedConfig, TraceConfig
 from megatron_trace.hints.types import Site
 from megatron_trace.rl.exchange_folder import ExchangeFolder, Samples, open_samples
 from megatron_trace.rl.loop_health import LoopHealth
+from megatron_trace.rl.loop_record import SampleOrigin
 from megatron_trace.rl.losses import LossSums, count_units, summed_loss
 from megatron_trace.rl.objectives.settings import loss_settings
 from megatron_trace.rl.objectives.values import PolicyBatch
@@ -217,8 +219,26 @@ class RecordedTraining:
         self._running[id(sites)] = sites
         if self.health is not None:
             self.health.prepare(sites, trains=model.training)
+        health = self.health if model.training else None
+        with nullcontext() if health is None else health.waiting():
+            indices, micro_batch = self._next(data_iterator, sites, training=model.training)
+        folder, numbers = self.folders[part_of(indices)], indices["sample"].tolist()
+        advantages = torch.tensor([folder.advantage(n) for n in numbers], device=sites.device)
+        lags = tuple(lag for n in numbers if (lag := folder.lag(n)) is not None)
+        origin = SampleOrigin(tuple(folder.reward(n) for n in numbers), lags)
+        replay = self.recorded.replay_routing and sites.shape.num_experts > 0
+        with sites.micro_batch(micro_batch, replay_routing=replay):
+            output = forward_micro_batch(model, sites, micro_batch)
+        return output, partial(
+            self.loss, micro_batch, advantages, origin=origin, trains=model.training
+        )
+
+    def _next(
+        self, data_iterator: Iterator[Indices], sites: TraceSites, *, training: bool
+    ) -> tuple[Indices, MicroBatch]:
+        """Gives the next micro-batch of a stage, and the indices of its samples."""
         if self.recorded.prefetch:
-            current = self._current_pass(data_iterator, sites, training=model.training)
+            current = self._current_pass(data_iterator, sites, training=training)
             indices, build = current.next_indices(data_iterator), current.next_micro_batch
         else:
             indices = next(data_iterator)
@@ -226,17 +246,9 @@ class RecordedTraining:
         if sites.groups.pp.size() == 1 and dist.get_world_size() > 1:
             world = dist.group.WORLD
             assert world is not None, "there are several ranks"
-            micro_batch = agreed(build, world)
-        else:  # Stages of a pipeline come by at different times: the launcher ends them all.
-            micro_batch = build()
-        folder = self.folders[part_of(indices)]
-        advantages = torch.tensor(
-            [folder.advantage(index) for index in indices["sample"].tolist()], device=sites.device
-        )
-        replay = self.recorded.replay_routing and sites.shape.num_experts > 0
-        with sites.micro_batch(micro_batch, replay_routing=replay):
-            output = forward_micro_batch(model, sites, micro_batch)
-        return output, partial(self.loss, micro_batch, advantages, trains=model.training)
+            return indices, agreed(build, world)
+        # Stages of a pipeline come by at different times: the launcher ends them all.
+        return indices, build()
 
     def loss(
         self,
@@ -244,6 +256,7 @@ class RecordedTraining:
         advantages: torch.Tensor,
         logits: torch.Tensor,
         *,
+        origin: SampleOrigin | None = None,
         trains: bool = True,
     ) -> tuple[torch.Tensor, torch.Tensor, Report]:
         """Gives the summed loss of a micro-batch, what its mean is over, and what Megatron logs.
@@ -256,6 +269,7 @@ class RecordedTraining:
             micro_batch: The samples.
             advantages: FP32 [B].
             logits: Output of the last stage.
+            origin: What is known of the samples beside their tokens, for the log.
             trains: Whether alarms apply, as they do not while Megatron evaluates.
         """
         temperature = self.recorded.temperature
@@ -283,7 +297,10 @@ class RecordedTraining:
             health.note_non_finite(error)
             loss, sums = 0.0 * logprobs.sum(), LossSums(num_tokens=gaps.numel())
         if health is not None:
-            health.add(gaps, sums, micro_batch.made_for.groups)
+            groups = micro_batch.made_for.groups
+            health.add(gaps, sums, groups)
+            if origin is not None:
+                health.add_samples(origin, mask, dropped, groups)
 
         def over(number: int, total: torch.Tensor | float) -> torch.Tensor:
             total = torch.as_tensor(total, dtype=torch.float32, device=loss.device)

@@ -231,6 +231,14 @@ class RolloutFolder:
         """Gives a sample's advantage without reading its file."""
         return self._advantages[self._sample_ids[index]]
 
+    def reward(self, index: int) -> float:
+        """Gives a sample's reward without reading its file."""
+        return self._rewards[self._sample_ids[index]].reward
+
+    def lag(self, index: int) -> int | None:
+        """Gives None: a sample of recorded rollouts belongs to no step of its own."""
+        return None
+
     def for_objective(self, config: LossConfig, *, drop_without_spread: bool) -> RolloutFolder:
         """Gives the samples that an objective takes, with the advantages of their whole groups.
 

@@ -20,6 +20,9 @@ from typing import Any
 from megatron_trace import __version__
 
 RUN_FILE = "run.json"
+# In the folder of an exchange, whose own file of that name says what all of it must agree on: where
+# its trainer writes.
+TRAINING_FOLDER = "training"
 _FORMAT = "megatron_trace run"
 _PACKAGES = ("torch", "triton", "megatron-core", "nvidia-modelopt", "transformer-engine", "numpy")
 
@@ -37,6 +40,8 @@ class RunRecord:
     Attributes:
         path: The file.
         held_out: Held-out accuracy by when it was measured (`before`, `after`); to be filled in.
+        left_off: Why it ends before its last step, to be filled in where it does so in order, and
+            goes on in another process.
     """
 
     def __init__(
@@ -50,6 +55,7 @@ class RunRecord:
     ) -> None:
         self.path = Path(folder) / RUN_FILE
         self.held_out: dict[str, float] = {}
+        self.left_off = ""
         self._fields = {
             "format": _FORMAT,
             "name": name,
@@ -67,16 +73,20 @@ class RunRecord:
         try:
             yield
         except KeyboardInterrupt:
-            self._write(status="interrupted", ended=_now())
+            self._write_end("interrupted")
             raise
         except SystemExit as error:
-            self._write(status="stopped", reason=str(error.code).strip(), ended=_now())
+            self._write_end("stopped", str(error.code).strip())
             raise
         except BaseException as error:
-            reason = f"{type(error).__name__}: {error}"
-            self._write(status="crashed", reason=reason, ended=_now())
+            self._write_end("crashed", f"{type(error).__name__}: {error}")
             raise
-        self._write(status="finished", ended=_now())
+        self._write_end("finished")
+
+    def _write_end(self, status: str, reason: str = "") -> None:
+        if self.left_off:
+            status, reason = "left off", self.left_off
+        self._write(status=status, ended=_now(), **({"reason": reason} if reason else {}))
 
     def _write(self, **fields: str) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)

@@ -10,7 +10,6 @@ Legend: G prompt groups, N samples of a group.
 from __future__ import annotations
 
 import dataclasses
-import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -273,7 +272,7 @@ def step_metrics(
     trained_version: int,
 ) -> dict[str, Any]:
     """Gives the metrics of a step that was just done, of weights of `trained_version`."""
-    gap, report = _gap(update), run.sites.report()
+    report = run.sites.report()
     lags = [trained_version - sample.policy_version for sample in samples]
     lengths = [len(sample.response_tokens) for sample in samples]
     return {
@@ -293,10 +292,7 @@ def step_metrics(
         "loss": sum(update.losses) / max(len(update.losses), 1),
         "grad_norm": max(update.grad_norms, default=0.0),
         **update.sums.means(),
-        "gap": {
-            name: None if math.isnan(value) else value
-            for name, value in dataclasses.asdict(gap).items()
-        },
+        "gap": _gap(update).as_dict(),
         "health": health_of(report, run.engine.report)
         | {"lag_mean": sum(lags) / len(lags), "lag_max": max(lags)},
         "updates": len(update.losses),

@@ -12,7 +12,8 @@ import torch.distributed as dist
 
 from megatron_trace.hints.types import Site
 from megatron_trace.metrics import CodeMismatch
-from megatron_trace.training.report import SiteReport, TraceReport
+from megatron_trace.training.report import ActivationDifference, SiteReport, TraceReport
+from megatron_trace.training.shape import Place
 
 # What making a micro-batch raises: a hint is missing, wrong, damaged, or its file unreadable.
 BUILD_ERRORS = (LookupError, ValueError, RuntimeError, OSError)
@@ -84,6 +85,26 @@ def summed_report(report: TraceReport, group: dist.ProcessGroup) -> TraceReport:
     )
 
 
+def summed_differences(
+    report: TraceReport, group: dist.ProcessGroup
+) -> dict[Place, ActivationDifference]:
+    """Gives the sums of D_act of all ranks of a group, by place; a collective.
+
+    Ranks of a pipeline have other places, and ranks that share a row by columns add their parts up.
+
+    Args:
+        report: This rank's.
+        group: The ranks.
+    """
+    parts: list[Any] = [None] * group.size()
+    dist.all_gather_object(parts, dict(report.activation_difference), group=group)
+    found: dict[Place, ActivationDifference] = {}
+    for part in parts:
+        for place, difference in part.items():
+            found[place] = found.get(place, ActivationDifference()) + difference
+    return found
+
+
 def summed(values: Sequence[float], group: dist.ProcessGroup) -> list[float]:
     """Gives the sums of the numbers of all ranks of a group, in FP64; a collective."""
     total = torch.tensor(values, dtype=torch.float64, device=device_of(group))
@@ -91,11 +112,11 @@ def summed(values: Sequence[float], group: dist.ProcessGroup) -> list[float]:
     return total.tolist()
 
 
-def largest(value: float, group: dist.ProcessGroup) -> float:
-    """Gives the largest of the numbers of all ranks of a group, in FP64; a collective."""
-    found = torch.tensor(value, dtype=torch.float64, device=device_of(group))
+def largest(values: Sequence[float], group: dist.ProcessGroup) -> list[float]:
+    """Gives the largest of each of the numbers of all ranks of a group, in FP64; a collective."""
+    found = torch.tensor(values, dtype=torch.float64, device=device_of(group))
     dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
-    return found.item()
+    return found.tolist()
 
 
 def quantile(values: torch.Tensor, share: float, group: dist.ProcessGroup) -> float:

@@ -15,12 +15,20 @@ from megatron_trace.testing.ranks import run_ranks
 from megatron_trace.testing.single_process import single_process
 from megatron_trace.testing.tiny_trainer import recorded_rollout, tiny_trainer
 from megatron_trace.training.micro_batch import make_micro_batch
-from megatron_trace.training.over_ranks import agreed, largest, quantile, summed, summed_report
-from megatron_trace.training.report import SiteReport, TraceReport
+from megatron_trace.training.over_ranks import (
+    agreed,
+    largest,
+    quantile,
+    summed,
+    summed_differences,
+    summed_report,
+)
+from megatron_trace.training.report import ActivationDifference, SiteReport, TraceReport
 
 pytestmark = pytest.mark.distributed
 # Of two ranks; one number is denormal, one is twice there.
 NUMBERS = torch.tensor([0.5, 0.0, 3.0, 1e-40]), torch.tensor([0.25, 3.0, 1e30])
+ACTIVATION = ActivationDifference(trained=1, nearest=2, rollout=4)
 SHARES = (0.0, 0.4, 0.5, 0.75, 0.99, 1.0)
 
 
@@ -55,9 +63,11 @@ def settle(rank):
         routing_different=int(second),
         code_mismatch={Site.V: CodeMismatch(values=7, sign_flip=1)} if second else {},
     )
-    numbers = summed([1.5 * rank, 1.0], group), largest(-float(rank), group)
+    numbers = summed([1.5 * rank, 1.0], group), largest([-float(rank), rank], group)
+    places = {(rank, Site.K): ActivationDifference(rank, 1, 2), (9, Site.V): ACTIVATION}
+    differences = summed_differences(TraceReport(activation_difference=places), group)
     shares = [quantile(NUMBERS[rank - 1], share, group) for share in SHARES]
-    return told, total.item(), summed_report(report, group), (*numbers, shares)
+    return told, total.item(), summed_report(report, group), (*numbers, shares), differences
 
 
 def make_micro_batches(rank, settings, store, samples):
@@ -118,13 +128,13 @@ def test_every_failing_rank_keeps_its_own_error(results):
 
 
 def test_sums_and_the_largest_number_are_of_all_ranks(results):
-    assert [numbers[:2] for *_, numbers in results] == [([4.5, 2.0], -1.0)] * 2
+    assert [of[3][:2] for of in results] == [([4.5, 2.0], [-1.0, 2.0])] * 2
 
 
 def test_a_quantile_over_ranks_equals_torchs_of_all_values(results):
     shares = torch.tensor(SHARES, dtype=torch.float64)
     expected = torch.quantile(torch.cat(NUMBERS).double(), shares).tolist()
-    for *_, (_, _, found) in results:
+    for *_, (_, _, found), _ in results:
         assert found == pytest.approx(expected, rel=1e-12)
 
 
@@ -137,4 +147,13 @@ def test_counts_are_summed_over_ranks_of_unlike_layers(results):
         routing_different=1,
         code_mismatch={Site.V: CodeMismatch(values=7, sign_flip=1)},
     )
-    assert [report for _, _, report, _ in results] == [expected, expected]
+    assert [report for _, _, report, *_ in results] == [expected, expected]
+
+
+def test_differences_of_a_place_are_summed_over_the_ranks_that_have_it(results):
+    expected = {
+        (1, Site.K): ActivationDifference(1, 1, 2),
+        (2, Site.K): ActivationDifference(2, 1, 2),
+        (9, Site.V): ActivationDifference(2, 4, 8),
+    }
+    assert [differences for *_, differences in results] == [expected, expected]

@@ -5,12 +5,16 @@ import os
 import re
 import shutil
 import sys
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 import torch
 from megatron.core import dist_checkpointing
 
+from megatron_trace.rl.html_report.page import page
+from megatron_trace.rl.html_report.runs import find_runs
+from megatron_trace.rl.metrics_log import read_metrics
 from megatron_trace.rl.tasks import save_tasks
 from megatron_trace.testing.programs import load_program, torchrun
 from megatron_trace.testing.ranks import run_ranks
@@ -95,7 +99,8 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def trained(folder):
     """What four iterations on two expert-parallel ranks print; checkpoints of the 2nd and 4th."""
-    return run("pretrain_trace.py", training("start", "whole", "2", fresh=True), folder, ranks=2)
+    flags = training("start", "whole", "2", fresh=True, more="--trace-metrics-dir logs/whole")
+    return run("pretrain_trace.py", flags, folder, ranks=2)
 
 
 def training(load, save, expert_parallel, *, fresh=False, more=""):
@@ -135,7 +140,13 @@ def test_a_rollout_is_trained_on_and_the_gap_starts_small(trained):
 @pytest.fixture(scope="module")
 def resumed(folder, trained):
     """What two fresh processes print that go on from the second checkpoint."""
-    flags = training(only_iteration_2(folder, "resumed"), "resumed", "2")
+    # As if another process had done the two steps that are done again, and was killed amid a line.
+    shutil.copytree(folder / "logs" / "whole", folder / "logs" / "resumed")
+    path = folder / "logs" / "resumed" / "metrics.jsonl"
+    first, second, *_ = path.read_text().splitlines(keepends=True)
+    path.write_text(first + second + '{"step": 2}\n{"step": 3}\n{"step": 4, "ga')
+    more = "--trace-metrics-dir logs/resumed"
+    flags = training(only_iteration_2(folder, "resumed"), "resumed", "2", more=more)
     return fork_pretrain(flags, folder, ranks=2)
 
 
@@ -147,6 +158,51 @@ def test_a_fresh_process_resumes_the_distributed_optimizer_exactly(folder, train
     assert any("exp_avg" in name for name in states[0])
     for name, tensor in states[0].items():
         assert torch.equal(tensor, states[1][name]), name
+
+
+def test_steps_that_are_done_again_are_logged_once(folder, resumed):
+    logs = [logged(folder / "logs" / name) for name in ("whole", "resumed")]
+    assert logs[0] == logs[1]
+
+
+def logged(folder):
+    """Gives a log's records, without what a process that goes on has otherwise."""
+    records = read_metrics(folder / "metrics.jsonl")
+    for record in records:
+        record["seconds"] = sorted(record["seconds"])
+        del record["quantisers"]["weights_quantised"]  # All of them, in its first step.
+    return records
+
+
+def test_a_run_leaves_a_line_a_step_as_rl_runs_do(folder, trained):
+    found, records = iterations(trained), logged(folder / "logs" / "whole")
+    assert [record["step"] for record in records] == [0, 1, 2, 3]
+    for record, metrics in zip(records, found.values(), strict=True):
+        assert record["grad_norm"] == pytest.approx(metrics["grad norm"], abs=1e-3)
+        if record["step"] != 1:  # Megatron's second line after a start averages over both.
+            assert record["gap"]["mean"] == pytest.approx(metrics["log-prob gap"], rel=1e-4)
+            assert record["importance_weight_mean"] == pytest.approx(metrics["importance weight"])
+        assert record["gap"]["mean"] <= record["gap"]["p99"] <= record["gap"]["max"]
+        assert (record["health"]["coverage"] > 0.9, record["samples"]) == (True, 8)
+        assert (record["updates"], record["skipped_updates"], record["alarms"]) == (1, 0, [])
+        assert 0.0 <= record["reward"] <= 1.0
+        assert 0.0 <= record["health"]["router_disagreement"] < 0.3  # Measured 0 to .125.
+        assert record["response_tokens"] <= record["response_tokens_max"] <= 4
+        assert record["loss"] != 0.0
+        assert record["seconds"] == ["train", "wait"]
+    # Rewards and losses are those of the step's samples.
+    assert len({record["reward"] for record in records}) > 1
+
+
+def test_the_report_shows_a_run_of_megatrons_loop(folder, trained):
+    (log,) = find_runs([folder / "logs" / "whole"])
+    assert (log.title, log.status) == ("whole, seed 1234", "finished, 4 of 4 steps")
+    assert log.problems == []
+    assert log.settings["megatron.expert_model_parallel_size"] == 2
+    assert log.settings["trace.hint_layers"] == "all"
+    html = page([log], title="Runs", made=datetime(2026, 11, 30, tzinfo=UTC))
+    for curve in ("Reward", "rho_asym", "Learning rate", "Waiting for micro-batches"):
+        assert f"<b>{curve}" in html, curve
 
 
 def test_a_checkpoint_is_written_without_a_process_that_imports_the_program_again(resumed):

@@ -35,6 +35,7 @@ def test_a_dry_run_prints_the_lines_of_both_components_and_submits_nothing(desk)
     assert create[1:5] == ["tools/exchange.py", "create", str(run), "--steps"]
     assert {"srun", "--het-group=0", "--kill-on-bad-exit=1", "--ntasks=1"} <= set(trainer)
     assert {"--exit-signal=SIGUSR1", "--global-batch-size=8"} <= set(trainer)
+    assert f"--trace-metrics-dir={run}/training" in trainer
     assert {"srun", "--het-group=1", "--kill-on-bad-exit=0", "--ntasks=2"} <= set(rollout)
     assert not run.exists()
 

@@ -176,6 +176,7 @@ CURVES = (
     ),
     Curve(("loss",), "Loss", "Mean over the optimizer steps.", _UPDATE),
     Curve(("grad_norm",), "Gradient norm", "Before clipping.", _UPDATE, axis="log"),
+    Curve(("learning_rate",), "Learning rate", "Of Megatron's schedule.", _UPDATE, axis="log"),
     Curve(
         ("clipped_share",),
         "Clipped share",
@@ -186,6 +187,13 @@ CURVES = (
     Curve(("seconds", "rollout"), "Rollout", "Recording included.", _COST, "s", True),
     Curve(
         ("seconds", "train"), "Training", "Rewards, batches, forward, backward.", _COST, "s", True
+    ),
+    Curve(
+        ("seconds", "wait"),
+        "Waiting for micro-batches",
+        "Part of the training: for rollouts, and for hints that are read.",
+        _COST,
+        "s",
     ),
     Curve(("seconds", "record"), "Recording hints", "Part of the rollout.", _COST, "s"),
     Curve(("seconds", "push"), "Weight push", "With digests.", _COST, "s"),

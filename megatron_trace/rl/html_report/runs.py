@@ -7,16 +7,16 @@ went wrong. What cannot be used is said in `RunFolder.problems`.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_trace.rl.metrics_log import record_of_line
-from megatron_trace.rl.run_record import RUN_FILE
+from megatron_trace.rl.metrics_log import METRICS_FILE, readable_metrics
+from megatron_trace.rl.run_record import RUN_FILE, TRAINING_FOLDER
 
-METRICS_FILE = "metrics.jsonl"
 _SEED_FOLDER = re.compile(r"seed-(\d+)")
 _IGNORED = re.compile(r"checkpoints|tensorboard|hints|\..*")
 
@@ -54,6 +54,12 @@ class RunFolder:
     problems: list[str] = field(default_factory=list)
 
     @property
+    def place(self) -> Path:
+        """The folder that a person knows: of a trainer's in an exchange, that of the exchange."""
+        folder = self.folder.resolve()
+        return folder.parent if folder.name == TRAINING_FOLDER else folder
+
+    @property
     def title(self) -> str:
         """Name and seed."""
         return self.name if self.seed is None else f"{self.name}, seed {self.seed}"
@@ -82,7 +88,8 @@ def find_runs(paths: Sequence[Path]) -> list[RunFolder]:
 def read_run(folder: Path) -> RunFolder:
     """Gives what the folder of one run tells."""
     seed = _SEED_FOLDER.fullmatch(folder.parent.name)
-    run = RunFolder(folder, name=folder.resolve().name, seed=int(seed[1]) if seed else None)
+    run = RunFolder(folder, name="", seed=int(seed[1]) if seed else None)
+    run.name = run.place.name
     if not folder.is_dir():
         run.status = "no such folder"
         run.problems.append(f"{folder} does not exist")
@@ -99,6 +106,9 @@ def read_run(folder: Path) -> RunFolder:
 
 def _run_folders(path: Path) -> Iterator[Path]:
     names = {child.name for child in path.iterdir()}
+    if TRAINING_FOLDER in names:
+        yield path / TRAINING_FOLDER
+        return
     is_run = METRICS_FILE in names or RUN_FILE in names
     if is_run or _SEED_FOLDER.fullmatch(path.parent.name):
         yield path
@@ -116,7 +126,7 @@ def _tell_apart(runs: list[RunFolder]) -> None:
     doubled = {run.name for same in places.values() if len(same) > 1 for run in same}
     for run in runs:
         if run.name in doubled:
-            above = run.folder.resolve().parent
+            above = run.place.parent
             if _SEED_FOLDER.fullmatch(above.name):
                 above = above.parent
             run.name = f"{above.name}/{run.name}"
@@ -167,31 +177,23 @@ def _read_metrics(path: Path, run: RunFolder) -> list[dict[str, Any]]:
         run.problems.append(f"{path.name} is missing: no step was logged")
         return []
     try:
-        text = path.read_bytes().decode("utf-8", errors="replace")
+        records, damaged = readable_metrics(path)
     except OSError as error:
         run.problems.append(f"{path.name} cannot be read: {error}")
         return []
-    by_step: dict[int, dict[str, Any]] = {}
-    damaged = []
-    for number, line in enumerate(text.splitlines(), start=1):
-        try:
-            record = record_of_line(line)
-            by_step[int(record["step"])] = record
-        except (ValueError, LookupError, TypeError):
-            damaged.append(number)
     if damaged:
         shown = ", ".join(map(str, damaged[:5])) + (" and more" if damaged[5:] else "")
         run.problems.append(
             f"{path.name}: {len(damaged)} damaged lines are left out (line {shown})"
         )
-    if not by_step:
+    if not records:
         run.problems.append(f"{path.name} has no step")
         return []
-    steps = sorted(by_step)
-    missing = steps[-1] + 1 - len(steps)
+    last = int(records[-1]["step"])
+    missing = last + 1 - len(records)
     if missing > 0:
-        run.problems.append(f"{path.name} lacks {missing} of the steps 0 to {steps[-1]}")
-    return [by_step[step] for step in steps]
+        run.problems.append(f"{path.name} lacks {missing} of the steps 0 to {last}")
+    return records
 
 
 def _take_held_out(run: RunFolder, record: Mapping[str, Any]) -> None:
@@ -234,4 +236,5 @@ def flat(value: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and math.isfinite(value)

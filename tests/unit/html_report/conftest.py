@@ -70,3 +70,26 @@ def every_state(tmp_path, write_run):
     write_run("seed-0/nothing_logged", [], name="nothing_logged", seed=0, status="running")
     (tmp_path / "seed-0" / "empty").mkdir()
     return tmp_path
+
+
+@pytest.fixture
+def exchange(tmp_path, write_run):
+    """The folder of an exchange, with its own run.json, in which Megatron's loop left a log."""
+    steps = [record(step, 0.5, 1e-3, learning_rate=1e-6, samples=8) for step in range(2)]
+    for one in steps:
+        one["seconds"] = {"train": 3.0, "wait": 1.0}
+    write_run(
+        "loops/moe/training",
+        steps,
+        name="moe",
+        seed=1234,
+        steps=9,
+        status="left off",
+        reason="asked to",
+        settings={"megatron": {"lr": 1e-6}, "trace": {"method": "trace"}},
+        versions={"torch": "2.11.0"},
+    )
+    folder = tmp_path / "loops" / "moe"
+    (folder / "run.json").write_text('{"steps": 9, "batches_per_step": 1}')
+    (folder / "batches").mkdir()
+    return folder

@@ -55,8 +55,10 @@ def browse(tmp_path, html):
 
 
 @pytest.fixture
-def html(every_state):
-    return page(find_runs([every_state]), title="Runs", made=datetime(2026, 11, 30, tzinfo=UTC))
+def html(every_state, exchange):
+    """RL runs beside one of Megatron's loop."""
+    runs = find_runs([every_state])
+    return page(runs, title="Runs", made=datetime(2026, 11, 30, tzinfo=UTC))
 
 
 def test_browser_shows_the_page_without_errors_or_requests(tmp_path, html):
@@ -64,6 +66,8 @@ def test_browser_shows_the_page_without_errors_or_requests(tmp_path, html):
     assert "CONSOLE" not in messages
     assert asked == set()
     assert "crashed after 1 of 2 steps" in shown
+    assert "left off after 2 of 9 steps" in shown
+    assert "Waiting for micro-batches" in shown
     assert "<polyline" in shown
 
 

@@ -1,5 +1,6 @@
 """The file that says what a run is and how it ended."""
 
+import contextlib
 import json
 
 import pytest
@@ -51,3 +52,12 @@ def test_the_report_reads_what_is_written(record):
     run = read_run(record.path.parent)
     assert (run.name, run.seed, run.planned_steps, run.settings) == ("qat", 2, 3, {"a.b": 1})
     assert run.status == "finished, but steps are missing, 0 of 3 steps"
+
+
+@pytest.mark.parametrize("error", [None, SystemExit(0), RuntimeError("paused")])
+def test_a_run_that_is_left_off_in_order_is_neither_finished_nor_crashed(record, error):
+    with contextlib.suppress(SystemExit, RuntimeError), record.running():
+        record.left_off = "asked to"
+        if error is not None:
+            raise error
+    assert (written(record)["status"], written(record)["reason"]) == ("left off", "asked to")

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 
 import pytest
 
@@ -62,6 +63,14 @@ def test_a_damaged_run_file_is_no_error(write_run, text):
     assert (run.settings, run.versions, run.seed) == ({}, {}, None)
 
 
+@pytest.mark.parametrize("number", ["NaN", "Infinity"])
+def test_a_seed_or_number_of_steps_that_is_no_number_is_not_known(write_run, number):
+    folder = write_run("run", [], tail=f'{{"step": {number}}}\n')
+    (folder / "run.json").write_text(f'{{"seed": {number}, "steps": {number}, "name": "qat"}}')
+    run = read_run(folder)
+    assert (run.name, run.seed, run.planned_steps, run.records) == ("qat", None, None, [])
+
+
 def test_a_folder_that_does_not_exist_is_a_run_of_which_nothing_is_there(tmp_path):
     (run,) = find_runs([tmp_path / "typo"])
     assert run.status == "no such folder"
@@ -74,6 +83,22 @@ def test_settings_come_from_a_checkpoint_where_the_run_has_no_file(write_run):
     checkpoint.mkdir(parents=True)
     (checkpoint / "run.json").write_text(json.dumps({"identity": {"trace": {"method": "trace"}}}))
     assert read_run(folder).settings == {"trace.method": "trace"}
+
+
+@pytest.mark.parametrize("above", [1, 0])
+def test_a_trainers_log_within_an_exchange_is_the_run_of_its_name(exchange, above):
+    (run,) = find_runs([exchange.parent if above else exchange])
+    assert (run.title, run.status) == ("moe, seed 1234", "left off after 2 of 9 steps")
+    assert run.reason == "asked to"
+    assert run.settings == {"megatron.lr": 1e-6, "trace.method": "trace"}
+    (exchange / "training" / "run.json").unlink()
+    assert find_runs([exchange])[0].name == "moe"
+
+
+def test_exchanges_of_one_name_are_told_apart_by_the_folder_above_them(exchange, tmp_path):
+    shutil.copytree(exchange, tmp_path / "other" / "moe")
+    runs = find_runs([exchange, tmp_path / "other"])
+    assert [run.name for run in runs] == ["loops/moe", "other/moe"]
 
 
 def test_runs_of_one_name_and_seed_are_told_apart_by_the_folder_above(write_run, tmp_path):

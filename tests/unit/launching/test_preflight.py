@@ -80,6 +80,12 @@ def test_a_fitting_job_is_not_refused():
         ("hint_sites must be distinct sites", ["--trace-hint-sites", "fc1", "kv"], {}),
         ("method must be one of", ["--trace-method=tracee"], {}),
         ("residue", ["--trace-number-format=mxfp4", "--trace-hint-scales=residue"], {}),
+        (
+            "/run/../run is the run's own",
+            ["--trace-metrics-dir=/run/../run"],
+            {"run": Path("/run")},
+        ),
+        (f"{PRESET} is no folder", [f"--trace-metrics-dir={PRESET}"], {}),
     ],
 )
 def test_each_reason_is_a_sentence(reason, more, changes):

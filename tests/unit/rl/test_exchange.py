@@ -210,6 +210,16 @@ def test_advantages_are_relative_to_the_group(exchange):
     samples = folder_of(exchange)
     assert len(samples) == 16
     assert samples.advantage(0) == -samples.advantage(1) < 0
+    assert [samples.reward(index) for index in range(4)] == [0.0, 1.0, 0.0, 1.0]
+
+
+def test_a_sample_lags_by_the_versions_that_its_step_is_ahead_of_its_own(tmp_path):
+    settings = ExchangeSettings(steps=3, prompts_per_batch=1, samples_per_prompt=2, max_lag=1)
+    ahead = Exchange.create(tmp_path, settings)
+    complete(ahead)
+    publish(ahead, 2)
+    complete(ahead)
+    assert [folder_of(ahead).lag(index) for index in range(6)] == [0, 0, 1, 1, 0, 0]
 
 
 def test_flags_that_contradict_the_run_are_refused(exchange):

@@ -9,9 +9,10 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
 from megatron_trace.config import RecordedConfig, TraceConfig
 from megatron_trace.hints import HintFilesWriter, Site
-from megatron_trace.metrics import CodeMismatch
+from megatron_trace.metrics import CodeMismatch, logprob_gap
 from megatron_trace.rl.health import MEASURES
 from megatron_trace.rl.loop_health import LoopHealth
+from megatron_trace.rl.loop_record import SampleOrigin
 from megatron_trace.rl.losses import LossSums
 from megatron_trace.rl.recorded import RecordedTraining
 from megatron_trace.rl.rollout_folder import Reward, commit_rollouts
@@ -20,7 +21,7 @@ from megatron_trace.testing.single_process import single_process
 from megatron_trace.testing.tiny_trainer import recorded_rollout, tiny_trainer
 from megatron_trace.training import gradients
 from megatron_trace.training.megatron_model import trace_sites
-from megatron_trace.training.report import SiteReport, TraceReport
+from megatron_trace.training.report import ActivationDifference, SiteReport, TraceReport
 from megatron_trace.training.rounding import NonFiniteError
 
 DIAGNOSED = TraceConfig(hint_layers="all", diagnostic_share=1.0)
@@ -37,6 +38,7 @@ REPORT = TraceReport(
             values=100, rtn_different=20, blocks=10, scale_bytes_different=1, guided_values=100
         )
     },
+    activation_difference={(1, Site.K): ActivationDifference(trained=4, nearest=9, rollout=16)},
 )
 # Of the gaps .1, -.3 and .2 of three tokens.
 SUMS = LossSums(
@@ -79,10 +81,10 @@ def forwarded(rolled, model, tmp_path):
         ]
         commit_rollouts(files, rolled.samples, rewards, rolled.settings)
 
-    def forward(*texts, max_skipped_steps=3):
+    def forward(*texts, max_skipped_steps=3, logs=False):
         trace = TraceConfig(hint_layers="all")
         config = HealthConfig(alarms=texts, max_skipped_steps=max_skipped_steps)
-        health = LoopHealth(config, trace, saves=True)
+        health = LoopHealth(config, trace, saves=True, logs=logs)
         training = RecordedTraining(trace, RecordedConfig(hint_dir=str(tmp_path)), health=health)
         return training, *training.forward_step(iter([INDICES]), model)
 
@@ -116,6 +118,9 @@ def ddp(model):
         ("router_disagreement=0.04:stop", 0.05),
         ("nearest_mismatch=0.1:stop", 0.2),
         ("scale_mismatch=0.05:stop", 0.1),
+        # The root of 4 / 16, and of 9 / 16.
+        ("d_act=0.4:stop", 0.5),
+        ("d_act_nearest=0.4:stop", 0.75),
     ],
 )
 def test_a_step_raises_alarms_on_hand_computed_values_and_then_forgets(groups, text, value):
@@ -147,7 +152,7 @@ def test_a_step_without_a_token_raises_no_alarm_of_the_gap(rolled):
     ("text", "trace", "message"),
     [
         ("lag=1:warn", DIAGNOSED, "a step there has no lag, but code_mismatch"),
-        ("d_act=1:warn", DIAGNOSED, "a step there has no d_act"),
+        ("degenerate=1:warn", DIAGNOSED, "a step there has no degenerate"),
         ("kl=1:bf16", DIAGNOSED, "go on in their precision; choose warn, drop or stop"),
         ("code_mismatch=1:warn", TraceConfig(), "it needs diagnostics"),
         ("coverage=1:warn", TraceConfig(method="qat"), "it needs hints"),
@@ -176,6 +181,47 @@ def test_a_training_step_ends_with_its_alarms(forwarded):
     loss(logits)
     assert training.end_step(3, []).startswith("entropy is ")
     assert training.end_step(4, []) == "", "no token was added since"
+
+
+def test_a_logged_step_has_what_an_rl_run_logs_also_without_alarms(forwarded):
+    training, logits, loss = forwarded("none", logs=True)
+    loss(logits)
+    assert training.health is not None
+    assert training.end_step(3, []) == ""
+    record = training.health.take_record()
+    # Samples of three and two tokens, with rewards 0 and 1.
+    assert (record["samples"], record["reward"], record["dropped_samples"]) == (2, 0.5, 0)
+    assert (record["response_tokens"], record["response_tokens_max"]) == (2.5, 3)
+    assert record["gap"]["num_tokens"] == 5
+    assert record["gap"]["mean"] <= record["gap"]["p99"] <= record["gap"]["max"]
+    assert record["gap"]["ratio_min"] <= record["gap"]["ratio_mean"] <= record["gap"]["ratio_max"]
+    assert record["entropy"] > 0
+    assert record["health"]["coverage"] == 1.0
+    assert record["health"]["router_disagreement"] is not None
+    assert record["quantisers"]["sites"]["fc1"]["guided"] > 0
+    assert record["alarms"] == []
+    assert 0 < record["seconds"]["wait"] < record["seconds"]["train"]
+    assert training.health.take_record() == {}
+
+
+def test_the_gap_of_a_logged_step_is_that_of_an_rl_run(groups):
+    health = LoopHealth(HealthConfig(alarms=("none",)), DIAGNOSED, saves=True, logs=True)
+    delta = torch.tensor([0.1, -0.3, 0.2])
+    health.add(delta, SUMS, groups)
+    health.check(7, REPORT)
+    expected = logprob_gap(torch.zeros(3), delta, torch.ones(3, dtype=torch.bool)).as_dict()
+    assert health.take_record()["gap"] == pytest.approx(expected, rel=1e-6)
+
+
+def test_lags_are_logged_where_samples_have_one(groups):
+    health = LoopHealth(HealthConfig(alarms=("none",)), TraceConfig(), saves=True, logs=True)
+    mask, dropped = torch.ones(2, 3, dtype=torch.bool), torch.tensor([True, False])
+    for lags in ((0, 2), (1, 1)):
+        health.add_samples(SampleOrigin((0.0, 1.0), lags), mask, dropped, groups)
+    health.check(7, TraceReport())
+    record = health.take_record()
+    assert (record["health"]["lag_mean"], record["health"]["lag_max"]) == (1.0, 2)
+    assert (record["samples"], record["dropped_samples"]) == (4, 2)
 
 
 def test_an_evaluation_raises_no_alarm_and_drops_nothing(forwarded, model):

@@ -43,6 +43,16 @@ def test_file_of_another_run_is_refused(tmp_path):
         MetricsLog(tmp_path / "m.jsonl", first_step=3)
 
 
+def test_a_log_that_may_lack_steps_goes_on_anywhere_without_what_is_damaged(tmp_path, caplog):
+    path = tmp_path / "m.jsonl"
+    path.write_text('{"step": 7}\nnot json\n{"step": 8}\n{"step": 9}\n{"step": 1')
+    log = MetricsLog(path, first_step=9, lacks=True)
+    assert [record["step"] for record in log.kept] == [7, 8]
+    assert "2 damaged lines are left out" in caplog.text
+    log.append({"step": 9, "again": True})
+    assert read_metrics(path) == [{"step": 7}, {"step": 8}, {"step": 9, "again": True}]
+
+
 def test_missing_file_has_no_records(tmp_path):
     assert read_metrics(tmp_path / "none.jsonl") == []
 

@@ -1,0 +1,128 @@
+"""`metrics.jsonl` and `run.json` of a run inside Megatron's own loop, as RL runs leave them.
+
+Step n is Megatron's iteration n + 1: what trains policy version n.
+"""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_trace.compat import StepOutcome
+from megatron_trace.rl.health_metrics import largest_nearest, nearest_growth
+from megatron_trace.rl.metrics_log import METRICS_FILE, MetricsLog
+from megatron_trace.rl.run_record import TRAINING_FOLDER, RunRecord
+
+# Megatron's values of a process, of its place, or of how far it is.
+_NO_SETTINGS = ("rank", "local_rank", "iteration", "curr_iteration", "consumed_train_samples")
+
+
+class LoopLog:
+    """The log of one rank: the one that writes, or one that does not.
+
+    A process that goes on from a checkpoint continues the file: lines of steps that are done again
+    are replaced when the first of them is.
+
+    Args:
+        folder: Folder of the log; empty writes none.
+        args: Megatron's parsed flags. The last rank writes, which has the loss.
+        settings: Settings of ours, by the name of their group.
+    """
+
+    def __init__(self, folder: str, args: Namespace, settings: Mapping[str, Any]) -> None:
+        self._folder = Path(folder)
+        self._writes = bool(folder) and args.rank == args.world_size - 1
+        self._metrics: MetricsLog | None = None
+        self._first_nearest: float | None = None
+        self._record: RunRecord | None = None
+        if self._writes:
+            ours = {name: asdict(of) for name, of in settings.items()}
+            self._record = RunRecord(
+                self._folder,
+                name=_name_of(self._folder),
+                seed=args.seed,
+                settings=ours | {"megatron": _plain(args)},
+                steps=args.train_iters,
+            )
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Writes that the run is going on, and at the end of the context how it ended."""
+        if self._record is None:
+            yield
+            return
+        with self._record.running():
+            yield
+
+    def leave_off(self, reason: str) -> None:
+        """Notes that the process ends in order before the last step; another one goes on."""
+        if self._record is not None:
+            self._record.left_off = reason
+
+    def step(self, outcome: StepOutcome, record: Mapping[str, Any]) -> None:
+        """Writes a step.
+
+        Args:
+            outcome: What Megatron says of it.
+            record: What `LoopHealth.take_record` gives.
+
+        Raises:
+            OSError: The file cannot be written.
+        """
+        if not self._writes:
+            return
+        step = outcome.iteration - 1
+        if self._metrics is None:
+            path = self._folder / METRICS_FILE
+            self._metrics = MetricsLog(path, first_step=step, lacks=True)
+            for kept in self._metrics.kept:
+                self._note_nearest(kept)
+        health = dict(record.get("health", {}))
+        if health:
+            self._note_nearest(record)
+            health["nearest_growth"] = nearest_growth(health, self._first_nearest)
+        self._metrics.append(
+            {
+                **record,
+                "step": step,
+                "loss": outcome.losses.get("policy loss"),
+                "grad_norm": outcome.grad_norm,
+                "learning_rate": outcome.learning_rate,
+                "updates": int(not outcome.skipped),
+                "skipped_updates": int(outcome.skipped),
+                "health": health,
+            }
+        )
+
+    def _note_nearest(self, record: Mapping[str, Any]) -> None:
+        """Keeps the mismatch to nearest of the first step that has one."""
+        if self._first_nearest is None and record.get("health", {}).get("nearest_mismatch"):
+            self._first_nearest = largest_nearest(record["health"])
+
+
+def _name_of(folder: Path) -> str:
+    """Gives a run's name: that of its folder, or of the exchange's for `training` within one."""
+    folder = folder.resolve()
+    return (folder.parent if folder.name == TRAINING_FOLDER else folder).name
+
+
+def _plain(args: Namespace) -> dict[str, Any]:
+    """Gives Megatron's settings that JSON can hold, without ours, which are dataclasses."""
+    found = {}
+    for name, value in sorted(vars(args).items()):
+        if name.startswith("trace_") or name in _NO_SETTINGS:
+            continue
+        if isinstance(value, torch.dtype):
+            value = str(value)
+        try:
+            found[name] = json.loads(json.dumps(value))
+        except (TypeError, ValueError):
+            continue  # A function, or an object of Megatron's own.
+    return found
