@@ -10,6 +10,7 @@ Legend: R resamples, S seeds, E evaluations, N held-out problems.
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 import math
 from collections.abc import Iterable, Sequence
@@ -216,6 +217,12 @@ def fifth(values: Sequence[float], *, last: bool) -> float:
     """Gives the mean of the first or last fifth of the steps, at least one; NaN of no step."""
     size = max(1, len(values) // 5)
     return _mean(values[-size:] if last else values[:size])
+
+
+def fifths(values: Sequence[float]) -> list[float]:
+    """Gives the means of the five fifths of the steps, as even as they can be."""
+    ends = [len(values) * part // 5 for part in range(6)]
+    return [_mean(values[start:end]) for start, end in itertools.pairwise(ends)]
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import numpy as np
+
 from megatron_trace.rl.html_report.spread import Spread, spread_of
 from megatron_trace.study.comparison import (
     RunLog,
@@ -13,6 +15,7 @@ from megatron_trace.study.comparison import (
     collapse_step,
     drift_step,
     fifth,
+    fifths,
     held_out_accuracy,
     held_out_change,
     held_out_changes,
@@ -54,6 +57,8 @@ def write_page(path: Path, title: str, logs: Sequence[RunLog], *, command: str) 
             f"### Methods\n\n{_methods(groups, suffix)}",
             f"### Gap between rollout and training\n\n{_gaps(groups, suffix)}",
         ]
+        if any(log.is_whole for log in chosen):
+            parts.append(f"### Over the run\n\n{_over_the_run(groups)}\n\n{_evaluations(groups)}")
         if len(groups) > 1:
             parts.append(f"### Pairs, and each seed alone\n\n{_pairs(groups)}")
         if any(lag > 0 for log in chosen for lag in log.steps["health.lag_max"]):
@@ -149,6 +154,29 @@ def _gaps(groups: dict[str, list[RunLog]], suffix: str) -> str:
             )
         )
     return _table(head, rows)
+
+
+def _over_the_run(groups: dict[str, list[RunLog]]) -> str:
+    """Gives the gap of each fifth of the steps."""
+    rows = []
+    for name, logs in groups.items():
+        by_seed = [fifths(log.steps["gap.mean"]) for log in logs if log.is_whole]
+        if by_seed:
+            rows.append((name, *(_spread(spread_of(part)) for part in zip(*by_seed, strict=True))))
+    return _table(("gap (nats)", *(f"fifth {part} of the steps" for part in range(1, 6))), rows)
+
+
+def _evaluations(groups: dict[str, list[RunLog]]) -> str:
+    """Gives the held-out accuracy after each number of steps, mean over seeds and problems."""
+    solved = {name: [log.solved() for log in logs if log.is_whole] for name, logs in groups.items()}
+    steps = sorted({step for found in solved.values() for of_seed in found for step in of_seed})
+    rows = []
+    for name, found in solved.items():
+        answers = [[of_seed[step] for of_seed in found if step in of_seed] for step in steps]
+        if any(answers):
+            cells = (f"{np.concatenate(one).mean():.3f}" if one else "-" for one in answers)
+            rows.append((name, *cells))
+    return _table(("held-out after", *(f"{step} steps" for step in steps)), rows)
 
 
 def _pairs(groups: dict[str, list[RunLog]]) -> str:

@@ -64,6 +64,11 @@ def test_the_fifth_of_ten_steps_are_two() -> None:
     assert comparison.fifth(values, last=True) == 8.5
 
 
+def test_the_fifths_of_a_run_are_in_order_and_leave_nothing_out() -> None:
+    assert comparison.fifths([1.0, 3.0, 2.0, 2.0, 5.0, 7.0, 0.0, 0.0, 9.0, 9.0]) == [2, 2, 6, 0, 9]
+    assert comparison.fifths([1.0, 2.0, 4.0, 4.0, 5.0, 7.0]) == [1, 2, 4, 4, 6]
+
+
 def test_a_paired_difference_is_students_t_over_seeds_that_both_finished() -> None:
     method = [log_of("trace", seed, rewards=[r]) for seed, r in enumerate((0.5, 0.7, 0.9, 0.1))]
     other = [log_of("qat", seed, rewards=[r]) for seed, r in enumerate((0.4, 0.5, 0.6))]
@@ -158,6 +163,22 @@ def test_the_page_has_the_gap_without_lag_where_rollouts_run_ahead(tmp_path: Pat
     write_page(tmp_path / "page.md", "Title", logs, command="make")
     text = (tmp_path / "page.md").read_text()
     assert "| trace | 2.5 | 1 | 1 | 1 | 1 | 0.5; 0.5 |" in text
+
+
+def test_the_page_has_gap_and_accuracy_over_the_run(tmp_path: Path) -> None:
+    gaps = [1.0, 2.0, 3.0, 4.0, 5.0]
+    logs = [
+        log_of("qat", 0, rewards=[0.5] * 5, gaps=gaps, solved={0: "01", 5: "11"}),
+        log_of("qat", 1, rewards=[0.5] * 5, gaps=gaps, solved={0: "00", 5: "01"}),
+        log_of("qat", 2, rewards=[0.5] * 5, gaps=gaps, solved={0: "00"}, is_whole=False),
+    ]
+    write_page(tmp_path / "page.md", "Title", logs, command="make")
+    text = (tmp_path / "page.md").read_text()
+    assert "| qat | 1 ± 0 | 2 ± 0 | 3 ± 0 | 4 ± 0 | 5 ± 0 |" in text
+    assert (
+        "| held-out after | 0 steps | 5 steps |\n| --- | --- | --- |\n| qat | 0.250 | 0.750 |"
+        in text
+    )
 
 
 def test_folders_give_logs_that_survive_their_file(tmp_path: Path) -> None:
