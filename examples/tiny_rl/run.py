@@ -445,34 +445,38 @@ def do_all_runs(options: argparse.Namespace) -> list[RunSummary]:
         return warm_started_weights(options, train_items, held_out, task.tokenizer)
 
     summaries = []
-    for seed, name in itertools.product(options.seeds, options.runs):
-        folder = options.output / f"seed-{seed}" / name
-        with _told_in_one_line():
-            folder.mkdir(parents=True, exist_ok=True)
-        settings = run_settings(options, name, seed)
-        run = build_run(
-            settings,
-            tiny_moe_config(PATTERN),
-            pattern=PATTERN,
-            items=train_items,
-            tokenizer=task.tokenizer,
-            task=task,
-            hint_folder=folder / "hints" if options.hint_files else None,
-        )
-        identity = identity_of(settings, options, tasks)
-        if saved := saved_steps(folder, options):
+    with contextlib.closing(task):
+        for seed, name in itertools.product(options.seeds, options.runs):
+            folder = options.output / f"seed-{seed}" / name
             with _told_in_one_line():
-                checkpoint.resume(run, saved, identity=identity)
-        else:
-            calibration = calibration_batches(
-                train_items, task.tokenizer, num_samples=CALIBRATION_SAMPLES
+                folder.mkdir(parents=True, exist_ok=True)
+            settings = run_settings(options, name, seed)
+            identity = identity_of(settings, options, tasks)
+            run = build_run(
+                settings,
+                tiny_moe_config(PATTERN),
+                pattern=PATTERN,
+                items=train_items,
+                tokenizer=task.tokenizer,
+                task=task,
+                hint_folder=folder / "hints" if options.hint_files else None,
             )
-            start(run, weights(), calibration)
-        record = RunRecord(folder, name=name, seed=seed, settings=identity, steps=options.steps)
-        with record.running():
-            accuracies = do_run(run, name, folder, held_out, options, identity, record)
-        summaries.append(summarise(name, seed, read_metrics(folder / "metrics.jsonl"), accuracies))
-    task.close()
+            with contextlib.closing(run):
+                if saved := saved_steps(folder, options):
+                    with _told_in_one_line():
+                        checkpoint.resume(run, saved, identity=identity)
+                else:
+                    calibration = calibration_batches(
+                        train_items, task.tokenizer, num_samples=CALIBRATION_SAMPLES
+                    )
+                    start(run, weights(), calibration)
+                record = RunRecord(
+                    folder, name=name, seed=seed, settings=identity, steps=options.steps
+                )
+                with record.running():
+                    accuracies = do_run(run, name, folder, held_out, options, identity, record)
+            records = read_metrics(folder / "metrics.jsonl")
+            summaries.append(summarise(name, seed, records, accuracies))
     return summaries
 
 

@@ -178,6 +178,8 @@ class RunParts:
 class RlRun:
     """One RL run: trainer, rollout engine, the hints between them, and how far it is.
 
+    Call `close` at its end, however it ends: `contextlib.closing`.
+
     Attributes:
         settings: Settings of the run.
         task: Scores the samples, and answers their turns.
@@ -216,6 +218,13 @@ class RlRun:
     def tokenizer(self) -> Tokenizer:
         """Tokenizer of task and model."""
         return self.task.tokenizer
+
+    def close(self) -> None:
+        """Ends the process that reads hints, and gives up the folder they are written to."""
+        if self.process is not None:
+            self.process.close()
+        if isinstance(self.store, HintFilesWriter):
+            self.store.close()
 
     def sampling(self) -> SamplingSettings:
         """Gives how the engine samples for training: no more most likely tokens than there are."""
@@ -263,6 +272,8 @@ def build_run(
     rotary_base: int = 10_000,
 ) -> RlRun:
     """Builds trainer and engine; `start` or `checkpoint.resume` gives them their weights.
+
+    The run is to be closed at its end.
 
     Args:
         settings: Settings of the run.
@@ -342,7 +353,11 @@ def build_run(
         run.reader, run.max_hint_bytes = HintFiles(hint_folder), max_hint_bytes
         if wants_process(hint_reader, run.sites.device, run.reader):
             run.process = HintReader(run.sites.device)
-            run.process.start()  # Ready by the first step.
+            try:
+                run.process.start()  # Ready by the first step.
+            except BaseException:
+                run.close()
+                raise
     return run
 
 

@@ -55,6 +55,7 @@ _START = (
     "from megatron_trace.training.read_hints import main; main(int(sys.argv[1]))"
 )
 _PATIENCE_S = 10.0
+_CLOSED = "the process that reads hints was closed: take all micro-batches before HintReader.close"
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,7 +79,12 @@ class SharedMicroBatch:
 
         Args:
             non_blocking: Whether the copy is left to the current stream.
+
+        Raises:
+            RuntimeError: The reader was closed, and the memory went with it.
         """
+        if self.segment.is_closed:
+            raise RuntimeError(_CLOSED)
         memory = self.segment.memory[: self.num_bytes]
         there = memory.to(self.sites.device, non_blocking=non_blocking, copy=True)
         return moved_micro_batch(content_in(there, self.told), there, self.sites)
@@ -216,7 +222,7 @@ class HintReader:
 
     def _running(self) -> _Child:
         if self._closed:
-            raise RuntimeError("the process that reads hints was closed")
+            raise RuntimeError(_CLOSED)
         if self._child is None:
             self._child = _Child()
         return self._child

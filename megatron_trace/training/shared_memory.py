@@ -33,6 +33,7 @@ class Segment:
     def __init__(self, number: int, num_bytes: int, device: torch.device) -> None:
         self.number = number
         self.num_bytes = num_bytes
+        self.is_closed = False
         self._locked_for: torch.device | None = None
         why = self._take()
         if why:
@@ -92,6 +93,7 @@ class Segment:
                 runtime: Any = torch.cuda.cudart()
                 runtime.cudaHostUnregister(self.memory.data_ptr())
             self._locked_for = None
+        self.is_closed = True
         del self.memory
         self._map.close()
 

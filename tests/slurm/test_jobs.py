@@ -17,6 +17,7 @@ from megatron_trace.hints.settings_file import save_settings
 from megatron_trace.hints.types import QuantizerSettings, Site
 from megatron_trace.rl.exchange import Exchange
 from megatron_trace.rl.hf_tokenizer import HfTokenizer
+from megatron_trace.rl.html_report.runs import find_runs
 from megatron_trace.testing.published_model import calibration_sample, published_model
 from megatron_trace.testing.single_process import single_process
 from megatron_trace.testing.tiny_tokenizer import save_tiny_tokenizer
@@ -62,6 +63,13 @@ def worker_process(run, number):
     return None
 
 
+def steps_logged(run):
+    """Gives what the trainer logged of each step, and whether the report takes it for whole."""
+    (log,) = find_runs([run])
+    numbers = [(of["step"], of["loss"], of["grad_norm"], of["reward"]) for of in log.records]
+    return log.name, log.is_whole, log.problems, numbers
+
+
 @pytest.fixture(scope="module")
 def whole(site):
     """A colocated run of two steps that nothing disturbed."""
@@ -78,6 +86,9 @@ def test_a_colocated_run_trains_to_its_end(whole):
     told = min((run / "logs").glob("job-*/attempt-0/job.txt"))  # An evaluation may have followed.
     for part in ("commit: ", "torch 2.", "step trainer: srun"):
         assert part in told.read_text()
+    name, is_whole, problems, numbers = steps_logged(run)
+    assert (name, is_whole, problems) == (run.name, True, [])
+    assert [step for step, *_ in numbers] == [0, 1]
 
 
 def test_a_preempted_run_is_requeued_and_ends_with_the_same_bits(site, whole):
@@ -103,6 +114,8 @@ def test_a_preempted_run_is_requeued_and_ends_with_the_same_bits(site, whole):
     assert any("exp_avg" in name for name in states[0])
     for name, tensor in states[0].items():
         assert torch.equal(tensor, states[1][name]), name
+    # Its two trainers wrote the log of one.
+    assert steps_logged(run)[1:] == steps_logged(whole[1])[1:]
 
 
 REWARD = """

@@ -1,6 +1,7 @@
 """The log of a run inside Megatron's loop: what each step leaves, and how the run went on."""
 
 import argparse
+import dataclasses
 import json
 import math
 
@@ -112,4 +113,4 @@ def test_a_run_that_others_will_go_on_with_says_so(log_of, tmp_path):
 @pytest.mark.parametrize("other", ["hint_dir", "valid_hint_dir"])
 def test_a_folder_of_rollouts_is_refused_as_that_of_metrics(other):
     with pytest.raises(ValueError, match=rf"metrics_dir=a/../b is {other}, whose run.json"):
-        RecordedConfig(**{other: "b"}, metrics_dir="a/../b")
+        dataclasses.replace(RecordedConfig(metrics_dir="a/../b"), **{other: "b"})

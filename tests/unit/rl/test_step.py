@@ -1,6 +1,7 @@
 """The RL step on real parts: Megatron's engine, modules and optimizer, ModelOpt's quantisers."""
 
 import collections
+import contextlib
 import re
 import statistics
 import weakref
@@ -428,17 +429,14 @@ def test_bad_settings_raise(started, change, message):
 )
 def test_hints_in_files_give_the_same_step_as_hints_in_memory(started, tmp_path, changes, files):
     in_memory = [rl_step(run) for run in [started(**changes)] for _ in range(2)]
-    run = started(hint_folder=tmp_path, **files, **changes)
-    in_files = [rl_step(run) for _ in range(2)]
+    with contextlib.closing(started(hint_folder=tmp_path, **files, **changes)) as run:
+        in_files = [rl_step(run) for _ in range(2)]
     for a, b in zip(in_memory, in_files, strict=True):
         a, b = dict(a), dict(b)
         del a["seconds"], b["seconds"]
         assert a == b
     # Trained samples are expired; what is left is nothing.
     assert run.store.sample_ids() == ()
-    run.store.close()
-    if run.process is not None:
-        run.process.close()
 
 
 def test_hints_in_files_are_in_memory_as_far_as_the_bound_allows(started, tmp_path, monkeypatch):

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from megatron_trace.config import TraceConfig
+from megatron_trace.hints import HintFilesWriter
 from megatron_trace.rl.metrics_log import read_metrics
 from megatron_trace.rl_config import LossConfig
 from megatron_trace.testing.programs import load_program
@@ -48,6 +49,33 @@ def test_runs_end_with_table_figure_and_metrics(demo, do_runs, tmp_path, capsys)
     assert "No claim about rewards" in printed
     assert (tmp_path / "seed-0" / "report.png").stat().st_size > 0
     assert len(json.loads((tmp_path / "summary.json").read_text())) == 2
+
+
+def test_a_run_that_fails_leaves_no_process_and_gives_its_folder_up(
+    demo, do_runs, tmp_path, monkeypatch
+):
+    """Hints are read by a process of its own, as on a GPU."""
+    runs = []
+
+    def build_run(*args, **kwargs):
+        runs.append(build(*args, hint_reader="process", **kwargs))
+        return runs[0]
+
+    def fail(run, *_):
+        demo.rl_step(run)
+        runs.append(run.process.process_id)
+        raise RuntimeError("amid its steps")
+
+    build = demo.build_run
+    monkeypatch.setattr(demo, "build_run", build_run)
+    monkeypatch.setattr(demo, "do_run", fail)
+    with pytest.raises(RuntimeError, match="amid its steps"):
+        do_runs("--steps", "2", "--runs", "trace", "--hint-files")
+    run, process_id = runs
+    assert process_id is not None
+    assert not Path(f"/proc/{process_id}").exists()
+    assert run.process.process_id is None
+    HintFilesWriter(tmp_path / "seed-0" / "trace" / "hints").close()
 
 
 def test_resumed_program_continues_exactly(do_runs, tmp_path):

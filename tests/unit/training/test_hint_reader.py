@@ -351,6 +351,23 @@ def test_a_reader_that_is_closed_first_lets_a_pass_end_and_closes_again(files):
         reader.start()
 
 
+@pytest.mark.parametrize("num_taken", [0, 1])
+def test_a_micro_batch_that_is_taken_after_its_reader_was_closed_is_one_error(files, num_taken):
+    """Whether it was read before, and waits, or is to be read."""
+    folder, names, sites = files
+    reader = HintReader(CPU)
+    with MicroBatchPrefetcher(
+        [[name] for name in names], HintFiles(folder), sites, max_host_bytes=None, reader=reader
+    ) as made:
+        for _ in range(num_taken):
+            next(made)
+        while not made._ahead._ready:
+            time.sleep(0.01)
+        reader.close()
+        with pytest.raises(RuntimeError, match=r"was closed: take all micro-batches before"):
+            list(made)
+
+
 @pytest.mark.parametrize(
     ("target", "name", "value", "message"),
     [
