@@ -184,20 +184,24 @@ def _launch(
     done once, and a compiled kernel is launched as such: Triton's own binder looks at every
     argument of every call.
     """
+    if x.dim() != 2:
+        raise ValueError(f"x must be [N, K]; got {tuple(x.shape)}")
     num_rows, length = x.shape
-    num_hints, slots = num_rows, 1
+    num_hints, num_flags, slots = num_rows, has_hint.shape[0], 1
     if order is not None:
         num_hints = hint.shape[0]
-        slots = num_hints // (has_hint.shape[0] or 1)
-    scale, scale_kind = _scale_of(global_scale, x, number_format)
+        slots = num_hints // (num_flags or 1)
     device, codes = x.get_device(), out_bytes is not None
-    kind = (device, x.dtype, length, number_format.name, num_bits, dtype, codes, slots, scale_kind)
+    scale, scale_kind = _scale_of(global_scale, x, number_format, device)
+    kind = (device, x.dtype, length, number_format, num_bits, dtype, codes, slots, scale_kind)
     kind += (order is None, rejected is None, launch)
-    plan = _plans.get(kind) or _new_plan(kind, x, number_format, launch)
+    plan = _plans.get(kind) or _new_plan(kind, x, launch)
     if not (
         hint.shape == (num_hints, plan.payload_bytes)
         and scale_bytes.shape == (num_hints, plan.num_blocks)
-        and has_hint.shape == (num_hints // (slots or 1),)
+        and has_hint.shape == (num_flags,)
+        and num_flags * slots == num_hints
+        and (num_hints or not num_rows)
         and hint.dtype is scale_bytes.dtype is torch.uint8
         and has_hint.dtype is torch.bool
         and hint.get_device() == scale_bytes.get_device() == has_hint.get_device() == device
@@ -239,7 +243,10 @@ def _is(tensor: torch.Tensor, dtype: torch.dtype, length: int, device: int) -> b
 
 
 def _scale_of(
-    global_scale: torch.Tensor | float | None, x: torch.Tensor, number_format: NumberFormat
+    global_scale: torch.Tensor | float | None,
+    x: torch.Tensor,
+    number_format: NumberFormat,
+    device: int,
 ) -> tuple[torch.Tensor | float | None, str]:
     """Gives the global scale as the kernel takes it, and what it is: SCALE of the kernel."""
     if not number_format.has_global_scale:
@@ -249,15 +256,14 @@ def _scale_of(
     if not isinstance(global_scale, torch.Tensor):
         return float(global_scale), "number"
     if global_scale.numel() == 1:
-        return as_row_scales(global_scale, x), "one"
+        is_taken = global_scale.dtype is torch.float32 and global_scale.get_device() == device
+        return global_scale if is_taken else as_row_scales(global_scale, x), "one"
     return as_row_scales(global_scale, x).expand(len(x), 1).contiguous(), "rows"
 
 
-def _new_plan(
-    kind: tuple, x: torch.Tensor, number_format: NumberFormat, launch: RowLaunch | None
-) -> _Plan:
+def _new_plan(kind: tuple, x: torch.Tensor, launch: RowLaunch | None) -> _Plan:
     """Gives what calls of a kind have in common, and keeps it."""
-    _, _, length, _, num_bits, dtype, codes, slots, scale_kind, *_ = kind
+    _, _, length, number_format, num_bits, dtype, codes, slots, scale_kind, *_ = kind
     require_input(x, number_format.block_size)
     require_num_bits(num_bits, number_format.code_bits)
     require_length(length)
@@ -299,8 +305,12 @@ def _new_plan(
 def _fastest(row_octets: int) -> RowLaunch:
     """Gives the launch for rows of some octets: docs/measurements.md."""
     if row_octets <= 64:
-        return RowLaunch(lanes=32, num_warps=4, tiles=2)
-    return RowLaunch(lanes=min(256, triton.next_power_of_2(row_octets) // 4), num_warps=2, tiles=4)
+        # A block of MX formats has 4 octets.
+        lanes = min(32, max(4, triton.next_power_of_2(row_octets)))
+        return RowLaunch(lanes=lanes, num_warps=4, tiles=2)
+    if row_octets <= 512:
+        return RowLaunch(lanes=64, num_warps=2, tiles=4)
+    return RowLaunch(lanes=256, num_warps=8, tiles=4)
 
 
 def _mismatch(
@@ -400,31 +410,12 @@ def _guided_kernel(
     given = x_ptr, hint_ptr, scale_bytes_ptr, place, hint_place, lane, global_scale
     taken = out_ptr, out_bytes_ptr
     limits = max_scale_steps, max_far_blocks, min_parity_agreement
-    if ROWS == 1:
-        accepted = present
-        if present:
-            accepted = _guide(
-                given,
-                taken,
-                limits,
-                there,
-                NUM_BITS,
-                CODE_BITS,
-                CODES,
-                FORMAT,
-                RULE,
-                BLOCK,
-                ROUNDED,
-                PAIRS,
-                ROW_OCTETS,
-                LANES,
-                LOOPS,
-                TILES,
-                T,
-            )
-        tl.store(accepted_ptr + row, accepted)
-        all_accepted = accepted
-    else:
+    # Asked once, of all tiles: a question each takes registers.
+    ASKS: tl.constexpr = PAIRS and (FORMAT == "nvfp4" or FORMAT == "nvfp4_4over6")
+    usual = bf16.is_usual(global_scale) if ASKS else first >= 0
+    some = present if ROWS == 1 else first >= 0
+    accepted = present
+    if some & usual:
         accepted = present & _guide(
             given,
             taken,
@@ -444,6 +435,32 @@ def _guided_kernel(
             TILES,
             T,
         )
+    if ASKS:
+        unusual = some & (usual == 0)
+        if unusual:
+            accepted = present & _guide(
+                given,
+                taken,
+                limits,
+                present,
+                NUM_BITS,
+                CODE_BITS,
+                CODES,
+                FORMAT,
+                RULE,
+                BLOCK,
+                ROUNDED,
+                False,
+                ROW_OCTETS,
+                LANES,
+                LOOPS * TILES,
+                1,
+                T,
+            )
+    if ROWS == 1:
+        tl.store(accepted_ptr + row, accepted)
+        all_accepted = accepted
+    else:
         tl.store(accepted_ptr + row, accepted, mask=there & (lane == 0))
         all_accepted = tl.min((accepted | (there == 0)).to(tl.int32), axis=0) != 0
     if all_accepted == 0:
@@ -488,96 +505,10 @@ def _guide(
     """Stores rows as they are guided, and gives whether the guard accepts them: bool, or bool [T].
 
     Given are pointers to values, words of the hint and its scale bytes; octets, from which on x and
-    the hint are read, int32 and int64 [T]; octets of the row, int32 [T]; the global scale. Taken
-    are values, or codes and their scale bytes, by pointers. The mask, bool or bool [T], says which
-    rows are to be read and stored.
+    the hint are read, int32 and int64 [T]; octets of the row, int32 [T]; the global scale, a usual
+    one for pairs of NVFP4 and 4over6. Taken are values, or codes and their scale bytes, by
+    pointers. The mask, bool or bool [T], says which rows are to be read and stored.
     """
-    if PAIRS and (FORMAT == "nvfp4" or FORMAT == "nvfp4_4over6"):
-        # Asked once, of all tiles: a question each takes registers.
-        if bf16.is_usual(given[6]):
-            accepted = _guide_tiles(
-                given,
-                taken,
-                limits,
-                mask,
-                NUM_BITS,
-                CODE_BITS,
-                CODES,
-                FORMAT,
-                RULE,
-                BLOCK,
-                ROUNDED,
-                True,
-                ROW_OCTETS,
-                LANES,
-                LOOPS,
-                TILES,
-                T,
-            )
-        else:
-            accepted = _guide_tiles(
-                given,
-                taken,
-                limits,
-                mask,
-                NUM_BITS,
-                CODE_BITS,
-                CODES,
-                FORMAT,
-                RULE,
-                BLOCK,
-                ROUNDED,
-                False,
-                ROW_OCTETS,
-                LANES,
-                LOOPS * TILES,
-                1,
-                T,
-            )
-    else:
-        accepted = _guide_tiles(
-            given,
-            taken,
-            limits,
-            mask,
-            NUM_BITS,
-            CODE_BITS,
-            CODES,
-            FORMAT,
-            RULE,
-            BLOCK,
-            ROUNDED,
-            PAIRS,
-            ROW_OCTETS,
-            LANES,
-            LOOPS,
-            TILES,
-            T,
-        )
-    return accepted
-
-
-@triton.jit
-def _guide_tiles(
-    given,
-    taken,
-    limits,
-    mask,
-    NUM_BITS: tl.constexpr,
-    CODE_BITS: tl.constexpr,
-    CODES: tl.constexpr,
-    FORMAT: tl.constexpr,
-    RULE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ROUNDED: tl.constexpr,
-    PAIRS: tl.constexpr,
-    ROW_OCTETS: tl.constexpr,
-    LANES: tl.constexpr,
-    LOOPS: tl.constexpr,
-    TILES: tl.constexpr,
-    T: tl.constexpr,
-):
-    """Gives what `_guide` gives; pairs of NVFP4 and 4over6 need a usual global scale."""
     x_ptr, hint_ptr, scale_bytes_ptr, place, hint_place, lane, global_scale = given
     max_scale_steps, max_far_blocks, min_parity_agreement = limits
     blocks = tl.zeros((T,), tl.int32)

@@ -339,7 +339,7 @@ def guided_values(
     if ops.takes_triton(implementation, x):
         require_hint_bits(num_bits, number_format)
         y, accepted = _kernels().guided_values(
-            x.detach(),
+            x.detach() if x.requires_grad else x,
             hint,
             scale_bytes,
             has_hint,
@@ -351,7 +351,7 @@ def guided_values(
             order=order,
             rejected=rejected,
         )
-        return ops.straight_through(x, y), accepted
+        return ops.straight_through(x, y) if x.requires_grad else y, accepted
     rows = _hint_rows(hint, scale_bytes, has_hint, order)
     how: dict[str, Any] = {
         "num_bits": num_bits,
