@@ -7,7 +7,9 @@ Legend: P pairs of tensors.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import triton
@@ -17,30 +19,52 @@ _WORD_BYTES = 8
 _WORDS = 4096
 
 
-def can_compare(tensor: torch.Tensor) -> bool:
-    """Says whether a tensor is one piece of whole words on a GPU."""
-    whole = tensor.data_ptr() % _WORD_BYTES == 0 and tensor.nbytes % _WORD_BYTES == 0
-    return tensor.is_cuda and whole and tensor.is_contiguous()
+class Words(NamedTuple):
+    """Where a tensor lies that is one piece of whole words.
+
+    Attributes:
+        address: Its first byte.
+        number: Words.
+    """
+
+    address: int
+    number: int
 
 
-def changed_bits(tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Gives which tensors differ from the other ones in any bit.
+def words_of(tensor: torch.Tensor) -> Words | None:
+    """Gives where a tensor lies; None if it is not one piece of whole words."""
+    address, num_bytes = tensor.data_ptr(), tensor.nbytes
+    if (address | num_bytes) % _WORD_BYTES or not tensor.is_contiguous():
+        return None
+    return Words(address, num_bytes // _WORD_BYTES)
+
+
+def changed_bits(
+    tensors: Sequence[torch.Tensor], others: Sequence[Words | None]
+) -> torch.Tensor | None:
+    """Gives which tensors differ in any bit from what lies elsewhere.
 
     Args:
-        tensors: P tensors of which `can_compare` is true, on one GPU; of any size.
-        others: As many of the same sizes there.
+        tensors: P tensors on one GPU, of any size.
+        others: Where as many of the same sizes lie on it.
 
     Returns:
-        bool [P].
+        bool [P]; None if some are not one piece of whole words each.
     """
-    device = tensors[0].device
-    words = [tensor.nbytes // _WORD_BYTES for tensor in tensors]
-    pointers = [[tensor.data_ptr() for tensor in of] for of in (tensors, others)]
-    pairs = torch.tensor([*pointers, words], dtype=torch.int64).to(device, non_blocking=True)
-    changed = torch.zeros(len(words), dtype=torch.bool, device=device)
-    with torch.cuda.device_of(pairs):
-        _changed_kernel[(max(triton.cdiv(max(words), _WORDS), 1), len(words))](
-            pairs, changed.view(torch.uint8), len(words), WORDS=_WORDS, num_warps=8
+    known = [words for words in others if words is not None]
+    addresses = [tensor.data_ptr() for tensor in tensors if tensor.is_contiguous()]
+    if not len(known) == len(addresses) == len(tensors):
+        return None
+    if any(address % _WORD_BYTES for address in addresses):
+        return None
+    device, numbers = tensors[0].device, [words.number for words in known]
+    # As torch would ask each Python number by itself.
+    pairs = array("q", [*addresses, *(words.address for words in known), *numbers])
+    on_device = torch.frombuffer(pairs, dtype=torch.int64).to(device, non_blocking=True)
+    changed = torch.zeros(len(numbers), dtype=torch.bool, device=device)
+    with torch.cuda.device_of(on_device):
+        _changed_kernel[(max(triton.cdiv(max(numbers), _WORDS), 1), len(numbers))](
+            on_device, changed.view(torch.uint8), len(numbers), WORDS=_WORDS, num_warps=8
         )
     return changed
 

@@ -6,6 +6,7 @@ Legend: N rows, K values of a row.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -65,10 +66,10 @@ class RecordedRoundings:
         """Counts one call."""
         self.calls[layer, site] += 1
 
-    def count_weight(self, matrix: ExpertMatrix, *, fresh: bool) -> None:
-        """Counts one use of a weight."""
-        self.weight_uses[matrix] += 1
-        self.weights_quantised += fresh
+    def count_weights(self, matrices: Sequence[ExpertMatrix], *, num_fresh: int) -> None:
+        """Counts one use of each of some weights."""
+        self.weight_uses.update(matrices)
+        self.weights_quantised += num_fresh
 
 
 def recorded_rounding(

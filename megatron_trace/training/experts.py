@@ -6,6 +6,7 @@ Legend: S positions, B samples, H hidden size, N rows that the experts receive.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -31,8 +32,14 @@ from megatron_trace.training.products import (
     weighted_products,
 )
 from megatron_trace.training.rounding import PackedRows
+from megatron_trace.training.shape import ExpertMatrix
 from megatron_trace.training.sites import TraceSites
-from megatron_trace.training.weights import ExpertWeight, current_weights, shared_amax
+from megatron_trace.training.weights import (
+    ExpertWeight,
+    QuantisedWeight,
+    current_weights,
+    shared_amax,
+)
 
 
 @dataclass(frozen=True)
@@ -83,6 +90,11 @@ class ExpertPlace:
     moe: MoELayer
     weight: ExpertWeight = field(default_factory=ExpertWeight)
 
+    @functools.cached_property
+    def expert_matrix(self) -> ExpertMatrix:
+        """What counts call its weight."""
+        return self.layer, self.expert, self.matrix
+
     def row_origin(self, row: int) -> tuple[int, int | None]:
         """Gives the expert, and which row of the micro-batch its row is; None across ranks."""
         dispatcher: Any = self.moe.token_dispatcher
@@ -106,6 +118,19 @@ def row_origin(
             return place.row_origin(row)
         row -= rows
     raise AssertionError("a row belongs to some expert")
+
+
+def count_weights(
+    places: Sequence[ExpertPlace], known: Sequence[tuple[QuantisedWeight, bool]]
+) -> None:
+    """Counts a forward pass that takes the quantised weights of some linears.
+
+    Args:
+        places: The linears, of one layer.
+        known: Their weights, and whether each was quantised for it.
+    """
+    fresh = sum(quantised for _, quantised in known)
+    places[0].sites.count_weights([place.expert_matrix for place in places], num_fresh=fresh)
 
 
 def bind_experts(moe: MoELayer, layer: int, sites: TraceSites) -> None:
@@ -229,8 +254,7 @@ class GuidedExperts(UnweightedSequentialMLP):
         amax = shared_amax(weights, self.tp_group)
         places: list[ExpertPlace] = [linear.place for linear in linears]
         known = current_weights([p.weight for p in places], weights, sites.weight_rule, amax)
-        for place, (_, fresh) in zip(places, known, strict=True):
-            sites.count_weight((place.layer, place.expert, place.matrix), fresh=fresh)
+        count_weights(places, known)
         quantised = [form.values for form, _ in known]
         size = len(experts)
         return (

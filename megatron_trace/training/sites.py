@@ -7,7 +7,7 @@ k top-k.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -72,6 +72,7 @@ class TraceSites:
         self._model = model
         self._settings: QuantizerSettings | None = None
         self._settings_digest = ""
+        self._weight_rule: WeightRule | None = None
         self._quantised: dict[Place, QuantisedPlace] = {}
         self._scopes = Scopes(model)
         self._tally = Tally(shape.places)
@@ -174,6 +175,7 @@ class TraceSites:
             raise RuntimeError("quantiser settings cannot change while a micro-batch is in force")
         require_reproduced(settings, self.trace, self.quantised_places)
         self._settings, self._settings_digest = settings, settings.digest()
+        self._weight_rule = None
         self._quantised.clear()
 
     def staging_plan(self) -> StagingPlan:
@@ -199,9 +201,11 @@ class TraceSites:
     @property
     def weight_rule(self) -> WeightRule:
         """How the engine quantises expert weights."""
-        return WeightRule(
-            self.operand_dtype, self.settings.power_of_two_scales, self.settings.formats.weights
-        )
+        if self._weight_rule is None:
+            settings = self.settings
+            scales = settings.power_of_two_scales
+            self._weight_rule = WeightRule(self.operand_dtype, scales, settings.formats.weights)
+        return self._weight_rule
 
     # The micro-batch in force.
 
@@ -479,15 +483,15 @@ class TraceSites:
         """Counts one call of the quantiser of a place."""
         self._tally.calls[layer, site] += 1
 
-    def count_weight(self, matrix: ExpertMatrix, *, fresh: bool) -> None:
-        """Counts one forward pass that takes a quantised expert weight.
+    def count_weights(self, matrices: Sequence[ExpertMatrix], *, num_fresh: int) -> None:
+        """Counts one forward pass that takes quantised expert weights.
 
         Args:
-            matrix: Layer, global expert, `fc1` or `fc2`.
-            fresh: Whether the weight had to be quantised for it.
+            matrices: Layer, global expert, `fc1` or `fc2` of each.
+            num_fresh: How many of them had to be quantised for it.
         """
-        self._tally.weight_uses[matrix] += 1
-        self._tally.weights_quantised += fresh
+        self._tally.weight_uses.update(matrices)
+        self._tally.weights_quantised += num_fresh
 
     def report(self) -> TraceReport:
         """Gives the counts since the last reset."""

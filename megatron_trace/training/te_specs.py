@@ -47,6 +47,7 @@ from megatron_trace.training.experts import (
     ExpertsPlace,
     GuidedMoELayer,
     MoEPlace,
+    count_weights,
     row_origin,
 )
 from megatron_trace.training.rounding import Rounding
@@ -149,8 +150,7 @@ class _TraceGroupedLinear(_GroupedLinear):
         amax = shared_amax(weights, self._tp_group)
         forms = [place.weight for place in places]
         known = current_weights(forms, weights, sites.weight_rule, amax)
-        for place, (_, fresh) in zip(places, known, strict=True):
-            sites.count_weight((place.layer, place.expert, place.matrix), fresh=fresh)
+        count_weights(places, known)
         return [(weight, form) for weight, (form, _) in zip(weights, known, strict=True)]
 
     def get_extra_state(self) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ from megatron_trace.models.hybrid import DecoderModel, decoder_layers, named_exp
 from megatron_trace.training.over_ranks import device_of
 
 if TYPE_CHECKING:
+    from megatron_trace.formats.kernels_changed import Words
     from megatron_trace.training.sites import TraceSites
 
 # A 128-bit sum as int64 limbs, which all-reduce can add for 2**47 ranks without overflow.
@@ -61,6 +63,14 @@ class QuantisedWeight:
     values: torch.Tensor
     rule: WeightRule
     amax: torch.Tensor | None = None
+
+    @functools.cached_property
+    def source_words(self) -> Words | None:
+        """Where `source_bits` lie, as the kernel that compares them takes it."""
+        # Only here: Triton looks for a GPU driver when it is imported.
+        from megatron_trace.formats.kernels_changed import words_of
+
+        return words_of(self.source_bits)
 
 
 @torch.no_grad()
@@ -201,7 +211,7 @@ class ExpertWeight:
         known = self.known
         if (
             known is None
-            or known.rule != rule
+            or (known.rule is not rule and known.rule != rule)
             or known.source_bits.device != weight.device
             or known.source_bits.shape != weight.shape
             or (known.amax is None) != (amax is None)
@@ -257,7 +267,7 @@ def _changed(
 ) -> list[bool]:
     """Gives whether bits or amax of each weight differ from those that were quantised."""
     values = [_as_bf16(weights[index]) for index in asked]
-    changed = _changed_bits(values, [known.source_bits for known in asked.values()])
+    changed = _changed_bits(values, list(asked.values()))
     old = [known.amax for known in asked.values() if known.amax is not None]
     new = [whole for index in asked if (whole := amax[index]) is not None]
     if not old:
@@ -272,16 +282,16 @@ def _as_bf16(weight: torch.Tensor) -> torch.Tensor:
     return weight if weight.dtype == torch.bfloat16 else weight.detach().to(torch.bfloat16)
 
 
-def _changed_bits(values: Sequence[torch.Tensor], bits: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Gives which BF16 tensors have other bits than int16 ones of their shapes, as bool."""
+def _changed_bits(values: Sequence[torch.Tensor], known: Sequence[QuantisedWeight]) -> torch.Tensor:
+    """Gives which BF16 tensors have other bits than those that were quantised, as bool."""
     if values[0].is_cuda:
-        # Only here: Triton looks for a GPU driver when it is imported.
         from megatron_trace.formats import kernels_changed
 
-        if all(map(kernels_changed.can_compare, (*values, *bits))):
-            return kernels_changed.changed_bits(values, bits)
-    pairs = zip(values, bits, strict=True)
-    return torch.stack([(of.view(torch.int16) != other).any() for of, other in pairs])
+        changed = kernels_changed.changed_bits(values, [of.source_words for of in known])
+        if changed is not None:
+            return changed
+    pairs = zip(values, known, strict=True)
+    return torch.stack([(of.view(torch.int16) != form.source_bits).any() for of, form in pairs])
 
 
 def expert_weight_digest(

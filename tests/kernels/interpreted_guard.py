@@ -112,9 +112,17 @@ def _compare_changed(device: str) -> None:
     others = [tensor.clone() for tensor in tensors]
     others[1][3, 3] *= -1
     others[2][2, 8191] += 1
-    got = kernels_changed.changed_bits(tensors, others)
+    own, words = ([kernels_changed.words_of(tensor) for tensor in of] for of in (tensors, others))
+    got = kernels_changed.changed_bits(tensors, words)
+    assert got is not None
     assert got.tolist() == [False, True, True, False], f"changed: {got.tolist()}"
-    assert not kernels_changed.changed_bits(tensors, tensors).any()
+    same = kernels_changed.changed_bits(tensors, own)
+    assert same is not None
+    assert not same.any()
+    for odd in (tensors[0].t(), tensors[0].view(-1)[1:5], tensors[1].view(-1)[:3]):
+        assert kernels_changed.words_of(odd) is None
+        assert kernels_changed.changed_bits([odd], [kernels_changed.words_of(odd)]) is None
+    assert kernels_changed.changed_bits([tensors[0].t()], own[:1]) is None
 
 
 def main() -> None:
