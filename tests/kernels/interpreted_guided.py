@@ -96,7 +96,7 @@ def _compare_rows(
     x, hint, scale_bytes, order = rows.x, rows.hint, rows.scale_bytes, None
     if ordered:
         # Two rows of hints for each flag, of which each row of x names one.
-        hint, scale_bytes = (torch.cat((one.flip(0), one)) for one in (hint, scale_bytes))
+        hint, scale_bytes = (torch.cat((one.roll(1, 0), one)) for one in (hint, scale_bytes))
         order = (torch.arange(len(x)) + len(x)).flip(0).int()
         x = x.flip(0)
 
