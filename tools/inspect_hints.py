@@ -234,6 +234,12 @@ def show_sample(report: dict[str, Any], options: argparse.Namespace) -> None:
             f"{'scale byte' if shown['scale_form'] == 'raw' else 'residue of scale byte'}:values, "
             f"{options.blocks} blocks"
         )
+    versions = {row[name] for row in report["rows"] for name in ("version", "sampled_by")} - {None}
+    if len(versions) > 1:
+        print(
+            "\nseveral policy versions: @ is the one that computed the row, < the one that sampled "
+            "the token"
+        )
     for row in report["rows"]:
         text = "" if row["text"] is None else repr(row["text"])
         logprob = "" if row["logprob"] is None else f"{row['logprob']:.3f}"
@@ -241,9 +247,13 @@ def show_sample(report: dict[str, Any], options: argparse.Namespace) -> None:
             f"{scale}:{values}"
             for scale, values in zip(row.get("scale_bytes", []), row.get("values", []), strict=True)
         ]
+        made = "".join(
+            f"{mark}{'' if row[name] is None else row[name]}".rjust(6)
+            for mark, name in (("@", "version"), ("<", "sampled_by"))
+        )
         print(
-            f"{row['position']:6} {row['token']:7} {text:12.12} {logprob:>8}  "
-            f"{' '.join(blocks[: options.blocks])}".rstrip()
+            f"{row['position']:6} {row['token']:7} {text:12.12} {logprob:>8}"
+            f"{made if len(versions) > 1 else ''}  {' '.join(blocks[: options.blocks])}".rstrip()
         )
 
 
@@ -329,11 +339,21 @@ def _find_record(
 def _rows(
     sample: RolloutSample, record: SiteHint | None, text_of: Callable[[int], str | None]
 ) -> list[dict[str, Any]]:
-    """Gives a row for each token; the last token, which no site has seen, has no values."""
-    logprobs = [None] * len(sample.prompt_tokens) + sample.logprobs.tolist()
+    """Gives a row for each token; the last token, which no site has seen, has no values.
+
+    `version` computed the row, its codes, keys and values; `sampled_by` sampled the token.
+    """
+    of_prompt = [None] * len(sample.prompt_tokens)
+    columns = {
+        "token": sample.tokens,
+        "text": map(text_of, sample.tokens),
+        "logprob": of_prompt + sample.logprobs.tolist(),
+        "version": [*sample.row_versions.tolist(), None],
+        "sampled_by": of_prompt + sample.token_versions.tolist(),
+    }
     rows = [
-        {"position": position, "token": token, "text": text_of(token), "logprob": logprob}
-        for position, (token, logprob) in enumerate(zip(sample.tokens, logprobs, strict=True))
+        {"position": position, **dict(zip(columns, row, strict=True))}
+        for position, row in enumerate(zip(*columns.values(), strict=True))
     ]
     if record is not None:
         values = unpack_hint(record.payload, record.num_bits).tolist()

@@ -248,40 +248,6 @@ def local_experts(num_experts: int, ep_size: int, ep_rank: int) -> range:
     return range(ep_rank * size, (ep_rank + 1) * size)
 
 
-def slots_of_experts(
-    routing: Sequence[Sequence[int]], experts: range
-) -> list[tuple[int, int, int]]:
-    """Gives the (expert, token, slot) of the rows that some experts receive.
-
-    Args:
-        routing: Experts of each token's slots.
-        experts: Experts of a rank.
-
-    Returns:
-        Rows in the order in which the experts get them: expert after expert, tokens ascending.
-    """
-    return sorted(
-        (expert, token, slot)
-        for token, slots in enumerate(routing)
-        for slot, expert in enumerate(slots)
-        if expert in experts
-    )
-
-
-def samples_of_rank(num_samples: int, dp_size: int, dp_rank: int) -> range:
-    """Gives the samples of a data-parallel rank; the first ranks take one more where it is uneven.
-
-    Raises:
-        ValueError: A rank would get no sample, and hang the collectives of the others.
-    """
-    _require_rank("data-parallel", dp_size, dp_rank)
-    if num_samples < dp_size:
-        raise ValueError(f"{num_samples} samples are too few for {dp_size} data-parallel ranks")
-    size, more = divmod(num_samples, dp_size)
-    start = dp_rank * size + min(dp_rank, more)
-    return range(start, start + size + (dp_rank < more))
-
-
 def _cut(parts: Sequence[range], start: int, stop: int) -> tuple[range, ...]:
     """Gives elements start to stop - 1 of ranges that stand one after another."""
     found, before = [], 0

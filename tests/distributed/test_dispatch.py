@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_trace.hints.sharding import local_experts, slots_of_experts
+from megatron_trace.hints.sharding import local_experts
 from megatron_trace.testing.ranks import run_ranks
 
 NUM_EXPERTS = 4
@@ -76,11 +76,15 @@ def _dispatch(rank: int, kind: str) -> None:
     assert torch.equal(carried // 1000, wanted), f"rank {rank}, {kind}: slots of other tokens"
     experts = torch.arange(first, first + num_local).repeat_interleave(per_expert.cpu())
     assert torch.equal(carried % 1000, experts.int()), f"rank {rank}, {kind}: slots of others"
-    # Those of its own experts, of the tokens of both ranks, in the order of the index arithmetic.
+    # Those of its own experts, of the tokens of both ranks, in this order.
     of_ranks = [None, None]
     dist.all_gather_object(of_ranks, chosen.tolist())
     routing = [slots for rows in of_ranks for slots in rows]
     names = [t + 100 * r for r, rows in enumerate(of_ranks) for t in range(len(rows))]
     own = local_experts(NUM_EXPERTS, ep_size, first // num_local)
-    expected = [1000 * names[token] + expert for expert, token, _ in slots_of_experts(routing, own)]
+    # Expert after expert, tokens ascending.
+    expected = sorted(
+        (expert, token) for token, slots in enumerate(routing) for expert in slots if expert in own
+    )
+    expected = [1000 * names[token] + expert for expert, token in expected]
     assert carried.tolist() == expected, f"rank {rank}, {kind}: other rows than its experts' own"

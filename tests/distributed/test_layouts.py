@@ -17,7 +17,7 @@ import torch
 
 from megatron_trace.config import HINT_SITES
 from megatron_trace.hints import HintFilesWriter
-from megatron_trace.hints.sharding import packed_length, samples_of_rank
+from megatron_trace.hints.sharding import packed_length
 from megatron_trace.hints.types import Site
 from megatron_trace.testing.assertions import assert_same_bytes
 from megatron_trace.testing.layouts import Task, train_layouts, train_step
@@ -181,9 +181,9 @@ def _task(layout: Layout, folder) -> Task:
                 writer.put(hint, kind)
             writer.commit([sample])
     model, _ = tiny_trainer("bf16", pattern=whole_pattern)
-    replicas = layout.num_replicas
-    parts = [samples_of_rank(len(rolled.samples), replicas, i) for i in range(replicas)]
-    of_replicas = [rolled.samples[part.start : part.stop] for part in parts]
+    # The first replicas take one more where it is uneven.
+    parts = torch.arange(len(rolled.samples)).tensor_split(layout.num_replicas)
+    of_replicas = [[rolled.samples[n] for n in part.tolist()] for part in parts]
     num_positions = NUM_POSITIONS
     if layout.packed:
         sizes = {"tp_size": layout.parallel.get(TP, 1), "cp_size": layout.parallel.get(CP, 1)}

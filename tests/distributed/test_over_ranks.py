@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_trace.hints.sharding import samples_of_rank
 from megatron_trace.hints.types import Site
 from megatron_trace.metrics import CodeMismatch
 from megatron_trace.testing.ranks import run_ranks
@@ -73,8 +72,8 @@ def settle(rank):
 def make_micro_batches(rank, settings, store, samples):
     """Each of two replicas makes the micro-batches of its samples; a hint of rank 1's is gone."""
     _, sites = tiny_trainer("trace", settings=settings)
-    own = samples_of_rank(len(samples), 2, rank)
-    parts = [samples[i : i + 1] for i in own]
+    half = len(samples) // 2
+    parts = [[sample] for sample in samples[rank * half :][:half]]
     try:
         agreed(lambda: [make_micro_batch(part, store, sites) for part in parts], dist.group.WORLD)
     except (LookupError, RuntimeError) as error:

@@ -1,5 +1,6 @@
 """The program that shows a folder of hint files: what it says, and its exit status."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -7,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_trace.hints import RecordKind, Site, decode_codes
+from megatron_trace.hints import RecordKind, Site, VersionSpan, decode_codes
 from megatron_trace.hints.files_writer import HintFilesWriter
 from megatron_trace.hints.sample_file import Shard
 from megatron_trace.testing.hint_samples import commit_recorded, recorded_sample
@@ -139,6 +140,24 @@ def test_sample_as_json_has_every_block(folder: Path, program, capsys) -> None:
     )
     assert [row["logprob"] is None for row in report["rows"]] == [True] * 3 + [False] * 4
     assert len(report["records"]) == 6
+
+
+def test_versions_stand_beside_rows_and_tokens_that_several_made(tmp_path, program, capsys):
+    recorded = recorded_sample("s0", policy_version=7)
+    spans = {
+        "version_spans": (VersionSpan(0, 7, "ab"), VersionSpan(2, 9, "cd")),
+        "record_spans": (VersionSpan(0, 9, "cd"),),
+    }
+    sample = dataclasses.replace(recorded.sample, **spans)
+    with HintFilesWriter(tmp_path) as files:
+        commit_recorded(files, [dataclasses.replace(recorded, sample=sample)])
+    assert program.main([str(tmp_path), "--sample", "s0", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert [row["version"] for row in rows] == [9] * 6 + [None]
+    assert [row["sampled_by"] for row in rows] == [None] * 3 + [7, 7, 9, 9]
+    assert program.main([str(tmp_path), "--sample", "s0", "--blocks", "0"]) == 0
+    lines = [line.split()[-2:] for line in capsys.readouterr().out.splitlines()[-7:]]
+    assert lines == [["@9", "<"]] * 3 + [["@9", "<7"]] * 2 + [["@9", "<9"], ["@", "<9"]]
 
 
 @pytest.mark.parametrize(
