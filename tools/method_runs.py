@@ -4,6 +4,7 @@
     python tools/method_runs.py --setting cpu-long --processes 2
     python tools/method_runs.py --setting h200 --processes 6 --tasks out/moe_100m.jsonl.gz
     python tools/method_runs.py --setting cpu --methods bf16 qat trace --perturb 0.1 --processes 2
+    python tools/method_runs.py --setting h200 --fixed-policy --tasks out/moe_100m.jsonl.gz
     python tools/method_runs.py --setting cpu --report-only
 
 Every run is a process of its own and a folder as tools/report.py reads them. Killed, the same
@@ -67,6 +68,7 @@ CALIBRATION_SAMPLES = 256
 # Tasks of the 106M MoE that it solves neither always nor hardly ever.
 H200_TASKS = ("chain_sum", "basic_arithmetic", "products", "gcd", "lcm", "letter_counting")
 H200_ITEMS = 20_000
+FIXED_POLICY_STEPS = 6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,6 +191,11 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         default=[0.0],
         help="diagnostic: relative noise in the trainer's forward pass; several are several sets",
     )
+    parser.add_argument(
+        "--fixed-policy",
+        action="store_true",
+        help=f"all methods at the start's weights: learning rate 0, {FIXED_POLICY_STEPS} steps",
+    )
     parser.add_argument("--processes", type=int, default=1, help="runs at a time")
     parser.add_argument("--tasks", type=Path, help="problems of h200, see tools/moe_100m.py")
     parser.add_argument("--work", type=Path, help="kept between starts (out/method_runs/SETTING)")
@@ -200,10 +207,13 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--in-process", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     setting = SETTINGS[options.setting]
-    options.methods = options.methods or list(setting.methods)
+    methods, steps, suffix = setting.methods, setting.steps, ""
+    if options.fixed_policy:
+        methods, steps, suffix = tuple(VARIANTS), FIXED_POLICY_STEPS, "-fixed-policy"
+    options.methods = options.methods or list(methods)
     options.seeds = options.seeds if options.seeds is not None else list(setting.seeds)
-    options.steps = options.steps or setting.steps
-    options.name = options.setting + ("-rehearsal" if options.rehearse else "")
+    options.steps = options.steps or steps
+    options.name = options.setting + suffix + ("-rehearsal" if options.rehearse else "")
     options.work = options.work or Path("out/method_runs") / options.name
     if setting.start and options.tasks:
         parser.error(f"--tasks has no effect on --setting {options.setting}: it makes its own")
@@ -222,12 +232,17 @@ def plans_of(options: argparse.Namespace) -> list[RunPlan]:
     pattern = PATTERN if setting.start else _recipe(options).pattern
     # By the names that the demo has for them, so that tools/ptq.py reads the runs too.
     problem = {"model": options.setting, "pattern": pattern, "held_out": setting.num_held_out}
+    base = setting.base
+    if options.fixed_policy:
+        base = dataclasses.replace(
+            base, optimizer=dataclasses.replace(base.optimizer, learning_rate=0.0)
+        )
     return [
         RunPlan(
             method,
             seed,
             options.steps,
-            setting.base,
+            base,
             perturb=perturb,
             save_every=setting.save_every,
             problem=problem,
@@ -297,6 +312,7 @@ def _start(options: argparse.Namespace, plan: RunPlan) -> subprocess.Popen[bytes
     command += ["--perturb", repr(plan.perturb), "--work", str(options.work)]
     command += ["--tasks", str(options.tasks)] if options.tasks else []
     command += ["--rehearse"] if options.rehearse else []
+    command += ["--fixed-policy"] if options.fixed_policy else []
     with (folder / "log.txt").open("ab") as log:
         return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
 
@@ -415,6 +431,7 @@ def write_results(options: argparse.Namespace) -> Path:
     save_logs(options.out / f"{options.name}.jsonl.gz", logs)
     page = options.out / f"{options.name}.md"
     command = f"python tools/method_runs.py --setting {options.setting}"
+    command += " --fixed-policy" if options.fixed_policy else ""
     write_page(page, f"Methods side by side, {options.name}", logs, command=command)
     return page
 

@@ -98,6 +98,16 @@ class RunLog:
             self, steps={name: [column[row] for row in kept] for name, column in self.steps.items()}
         )
 
+    @property
+    def is_of_one_policy(self) -> bool:
+        """Whether it moved no weight: its learning rate is 0."""
+        return self.settings.get("optimizer.learning_rate") == 0.0
+
+    def averaged(self) -> RunLog:
+        """Gives the log with every number the mean over all steps, as of a fixed policy."""
+        means = {name: [_mean(column)] * len(column) for name, column in self.steps.items()}
+        return replace(self, steps=means)
+
     def solved(self, served: str = "") -> dict[int, NDArray[np.float64]]:
         """Gives which problems were solved, [N] of 0 or 1, by steps done.
 

@@ -36,6 +36,9 @@ others by Student's t over seeds. First and last are the first and last fifth of
 finished runs count in numbers; *drift* and *collapse* name the step in each seed, also of runs that
 ended early.
 """.strip()
+_FIXED = (
+    "The policy is fixed (learning rate 0): first, last and each fifth are means over all steps."
+)
 
 
 def write_page(path: Path, title: str, logs: Sequence[RunLog], *, command: str) -> None:
@@ -48,6 +51,9 @@ def write_page(path: Path, title: str, logs: Sequence[RunLog], *, command: str) 
         command: What makes the runs.
     """
     parts = [f"# {title}", _NOTES, _origin(logs, command)]
+    if all(log.is_of_one_policy for log in logs):
+        logs = [log.averaged() for log in logs]
+        parts.insert(2, _FIXED)
     for suffix in dict.fromkeys(_suffix(log.name) for log in logs):
         chosen = [log for log in logs if _suffix(log.name) == suffix]
         if suffix:

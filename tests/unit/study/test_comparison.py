@@ -181,6 +181,16 @@ def test_the_page_has_gap_and_accuracy_over_the_run(tmp_path: Path) -> None:
     )
 
 
+def test_the_page_of_a_fixed_policy_has_means_over_all_steps(tmp_path: Path) -> None:
+    log = log_of("qat", 0, rewards=[0.5] * 5, gaps=[1.0, 2.0, 3.0, 4.0, 10.0])
+    for rate, last in ((0.0, "4"), (1e-5, "10")):
+        log.settings["optimizer.learning_rate"] = rate
+        write_page(tmp_path / "page.md", "Title", [log], command="make")
+        text = (tmp_path / "page.md").read_text()
+        assert ("The policy is fixed" in text) == (rate == 0.0)
+        assert f"| {last} | 1 | - |" in text
+
+
 def test_folders_give_logs_that_survive_their_file(tmp_path: Path) -> None:
     folder = tmp_path / "work" / "seed-3" / "qat"
     folder.mkdir(parents=True)

@@ -120,6 +120,18 @@ def test_running_sums_are_written_a_line_each_and_end_with_the_answer() -> None:
         with_running_sums(replace(item, entry=entry | {"answer": "9"}))
 
 
+def test_a_fixed_policy_is_trained_by_every_method_at_a_rate_of_0(
+    tool: ModuleType, tmp_path: Path
+) -> None:
+    options = options_of(tool, tmp_path, "--fixed-policy")
+    plans = tool.plans_of(options)
+    assert (options.name, {plan.steps for plan in plans}) == ("cpu-fixed-policy", {6})
+    assert {plan.variant for plan in plans} == set(VARIANTS)
+    assert {plan.settings.optimizer.learning_rate for plan in plans} == {0.0}
+    (training, *_) = tool.plans_of(options_of(tool, tmp_path))
+    assert training.identity != plans[0].identity
+
+
 def test_h200_without_problems_is_refused(tool: ModuleType) -> None:
     with pytest.raises(SystemExit):
         tool.parse_options(["--setting", "h200"])
