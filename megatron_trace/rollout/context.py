@@ -1,8 +1,9 @@
 """The engine's requests and pages: records that follow the pages, and pages that outlive them.
 
 What a finished request computed is read from its pages before Megatron hands them on. What an
-evicted one computed is kept in host memory and put back, so that nothing is computed twice, with
-perhaps other codes; a sample that continues with another turn finds its pages in the same way.
+evicted one computed is kept in host memory and put back (`saved_rows`), so that nothing is computed
+twice, with perhaps other codes; a sample that continues with another turn finds its pages in the
+same way.
 
 Legend: N rows of a step that belong to a request, R rows of a request, P pages of S tokens, L
 attention layers, G key/value heads, C stored values or bytes of a head.
@@ -13,7 +14,6 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -25,40 +25,14 @@ from megatron.core.inference.inference_request import DynamicInferenceRequest
 from megatron.core.transformer import TransformerConfig
 
 from megatron_trace.hints import Site
-from megatron_trace.hints.row_groups import groups_of_rows
 from megatron_trace.rollout.block_allocator import WrittenOnceAllocator
-from megatron_trace.rollout.recorder import Place
 from megatron_trace.rollout.routing_buffer import RoutingBuffer
 from megatron_trace.rollout.row_sampler import require_finite_logits
+from megatron_trace.rollout.saved_rows import RequestRows, SavedRows
 from megatron_trace.rollout.sites import RolloutSites
 
-_SITES = (Site.K, Site.V)
 # Beside a largest step, decode steps whose rows may be under way to host memory.
 _STEPS_UNDER_WAY = 4
-Records = dict[Place, tuple[torch.Tensor, torch.Tensor]]
-
-
-@dataclass(frozen=True)
-class SavedRows:
-    """What a request has computed, in host memory.
-
-    Attributes:
-        num_rows: R, token positions that were forwarded.
-        records: By place: packed codes uint8 [R, bytes], scale bytes uint8 [R, blocks].
-        routing: int16 [R, MoE layers, top-k]; None if the model has no MoE layers.
-        cache: [2, L, R, G, C], keys and values as the cache stores them; None if the request is
-            not to be continued.
-        states: Convolution and recurrent states of the request's layers that have them; None if
-            there are none, or the request is not to be continued.
-        versions: int64 [R], policy version that computed each row; None if none was noted.
-    """
-
-    num_rows: int
-    records: Records
-    routing: np.ndarray | None
-    cache: torch.Tensor | None = None
-    states: tuple[torch.Tensor, torch.Tensor] | None = None
-    versions: torch.Tensor | None = None
 
 
 class RolloutContext(DynamicInferenceContext):
@@ -111,6 +85,7 @@ class RolloutContext(DynamicInferenceContext):
         self.continued: dict[int, SavedRows] = {}
         self.keeps_pages = False
         self.counts: Counter[str] = Counter()
+        self._rows = RequestRows(self)
         self._evicts = False
         # Pages and offsets of a step's rows, and the experts that they chose.
         self._routing: tuple[np.ndarray, np.ndarray, torch.Tensor] | None = None
@@ -213,7 +188,7 @@ class RolloutContext(DynamicInferenceContext):
         index = int(self.total_request_count) - 1
         if saved is not None:
             self.counts["restored_tokens"] += num_skipped
-            self._restore(saved, index, start, start + num_skipped)
+            self._rows.restore(saved, index, start, start + num_skipped)
             if start + length >= saved.num_rows:
                 del self.continued[req.request_id]
             return
@@ -379,147 +354,11 @@ class RolloutContext(DynamicInferenceContext):
     # Megatron calls in inference mode, whose tensors could not be used in training.
     @torch.inference_mode(False)
     def _saved(self, indices: Sequence[int], *, to_continue: bool) -> dict[int, SavedRows]:
-        """Gives by request what the requests at some indices have computed.
-
-        Rows of several are read together: one by one, short samples wait for hundreds of copies.
-        """
+        """Gives by request what the requests at some indices have computed."""
         if not indices:
             return {}
         started = time.perf_counter()
         self._store_routing()
-        saved: dict[int, SavedRows] = {}
-        rows = (self.request_kv_length_offsets + self.request_query_lengths)[list(indices)].tolist()
-        for group in groups_of_rows(rows):
-            saved |= self._saved_together(indices[group], rows[group], to_continue=to_continue)
+        saved = self._rows.saved(indices, to_continue=to_continue)
         self.sites.recorder.seconds += time.perf_counter() - started
         return saved
-
-    def _saved_together(
-        self, indices: Sequence[int], counts: Sequence[int], *, to_continue: bool
-    ) -> dict[int, SavedRows]:
-        own = [self._written_places(*one) for one in zip(indices, counts, strict=True)]
-        blocks, pages, offsets = zip(*own, strict=True)
-        pages, offsets = torch.cat(pages), torch.cat(offsets)
-        recorder, on_device = self.sites.recorder, self._on_device(pages, offsets)
-        places = sorted(recorder.places) if recorder.is_recording else []
-        others = [place for place in places if not place[1].is_cached]
-        every: Records = dict(recorder.rows_of_places(others, pages, offsets))
-        every |= self._cached_records([p for p in places if p[1].is_cached], *on_device)
-        records: list[Records] = [{} for _ in indices]
-        for place, (codes, scale_bytes) in every.items():
-            parts = zip(records, codes.split(counts), scale_bytes.split(counts), strict=True)
-            for of_request, *rows in parts:
-                of_request[place] = rows[0], rows[1]
-        nothing = [None] * len(indices)
-        noted = recorder.versions(pages, offsets)
-        versions = nothing if noted is None else noted.split(counts)
-        cache, states = nothing, nothing
-        if to_continue:
-            cache = self.stored_rows(*on_device).cpu().split(counts, dim=2)
-            states = [self._saved_states(index) for index in indices]
-        routing = nothing
-        if self.moe_enable_routing_replay:
-            read = self.kv_block_allocator.reconstruct_routing_from_blocks
-            routing = [read(of.tolist(), count) for of, count in zip(blocks, counts, strict=True)]
-        fields = zip(counts, records, routing, cache, states, versions, strict=True)
-        requests = self.request_ids[list(indices)].tolist()
-        return {request: SavedRows(*own) for request, own in zip(requests, fields, strict=True)}
-
-    def _written_places(
-        self, index: int, num_rows: int
-    ) -> tuple[np.ndarray, torch.Tensor, torch.Tensor]:
-        """Gives `_places` of all that a request has computed."""
-        blocks, pages, offsets = self._places(index, 0, num_rows)
-        written = self.kv_block_allocator.num_written[blocks]
-        if (written[:-1] < self.block_size_tokens).any() or num_rows > written.sum():
-            raise RuntimeError(
-                f"request {int(self.request_ids[index])} computed {num_rows} tokens, but its pages "
-                f"hold {written.sum()}"
-            )
-        return blocks, pages, offsets
-
-    def _cached_records(
-        self, places: Sequence[Place], pages: torch.Tensor, offsets: torch.Tensor
-    ) -> Records:
-        """Gives what is recorded of keys and values; narrowed here, and copied at once."""
-        parts: list[torch.Tensor] = []
-        for layer in sorted({layer for layer, _ in places}):
-            index = self.decoder_layers.index(layer)
-            keys_values = self.stored_rows(pages, offsets, slice(index, index + 1))[:, 0]
-            for site, stored in zip(_SITES, keys_values, strict=True):
-                if (layer, site) in places:
-                    codes, scale_bytes = self.cached_rows(layer, site, stored)
-                    parts += [self.sites.recorder.narrowed(site, codes), scale_bytes]
-        if not parts:
-            return {}
-        rows = torch.cat(parts, dim=1).cpu().split([part.shape[1] for part in parts], dim=1)
-        both = [part.contiguous() for part in rows]
-        return dict(zip(places, zip(both[::2], both[1::2], strict=True), strict=True))
-
-    def _saved_states(self, index: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-        if not self.is_hybrid_model:
-            return None
-        slot = self._slot(index)
-        # On a CPU, a slot's state would be what the next request in the slot makes of it.
-        conv, recurrent = (
-            states[:, slot].to("cpu", copy=True)
-            for states in (self.mamba_conv_states, self.mamba_ssm_states)
-        )
-        return conv, recurrent
-
-    @torch.inference_mode()
-    def _restore(self, saved: SavedRows, index: int, start: int, stop: int) -> None:
-        if stop == start:
-            return
-        assert saved.cache is not None, "what is continued was saved with its pages"
-        blocks, pages, offsets = self._places(index, start, stop)
-        rows = slice(start, stop)
-        device_pages, device_offsets = self._on_device(pages, offsets)
-        cached = saved.cache[:, :, rows].to(device_pages.device)
-        self.put_stored_rows(device_pages, device_offsets, cached)
-        for place, (codes, scale_bytes) in saved.records.items():
-            if not place[1].is_cached:
-                part = codes[rows], scale_bytes[rows]
-                self.sites.recorder.restore(place, pages, offsets, part)
-        if saved.versions is not None:
-            self.sites.recorder.restore_versions(pages, offsets, saved.versions[rows])
-        allocator = self.kv_block_allocator
-        positions = np.arange(start, stop)
-        for number, block in enumerate(blocks.tolist(), start // self.block_size_tokens):
-            here = positions[positions // self.block_size_tokens == number]
-            allocator.num_written[block] += len(here)
-            if saved.routing is not None:
-                allocator.store_block_routing(
-                    block, here % self.block_size_tokens, saved.routing[here]
-                )
-        if saved.states is not None:
-            if stop < saved.num_rows:
-                raise RuntimeError(
-                    f"request {int(self.request_ids[index])}: its states are known after "
-                    f"{saved.num_rows} tokens, but Megatron continues after {stop}"
-                )
-            slot = self._slot(index)
-            if slot in self._pending_mamba_zeros:
-                self._pending_mamba_zeros.remove(slot)
-            conv, recurrent = (state.to(device_pages.device) for state in saved.states)
-            self.mamba_conv_states[:, slot], self.mamba_ssm_states[:, slot] = conv, recurrent
-
-    def _slot(self, index: int) -> int:
-        """Gives where the states of a request are."""
-        assert self.mamba_metadata is not None, "the model has layers with states"
-        return int(self.mamba_metadata.request_to_mamba_state_idx[index])
-
-    def _places(
-        self, index: int, start: int, stop: int
-    ) -> tuple[np.ndarray, torch.Tensor, torch.Tensor]:
-        """Gives the pages of some positions of a request, then page and offset of each, int64."""
-        positions, size = np.arange(start, stop), self.block_size_tokens
-        table = self.request_to_kv_block_ids[index].numpy()
-        blocks = table[start // size : -(-stop // size)].copy()
-        pages, offsets = table[positions // size].astype(np.int64), positions % size
-        return blocks, torch.from_numpy(pages), torch.from_numpy(offsets)
-
-    @staticmethod
-    def _on_device(pages: torch.Tensor, offsets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        device = torch.cuda.current_device()
-        return pages.to(device), offsets.to(device)

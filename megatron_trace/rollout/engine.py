@@ -11,7 +11,6 @@ from megatron.core.transformer import TransformerConfig
 from megatron_trace.config import TraceConfig
 from megatron_trace.hints import HintSink, RolloutSample
 from megatron_trace.rollout.callbacks import NextTurn, OnTokens
-from megatron_trace.rollout.context import Records
 from megatron_trace.rollout.decode_graphs import DecodeGraphs
 from megatron_trace.rollout.degeneration import DegenerationRule
 from megatron_trace.rollout.kv_cache import kv_bytes_per_token
@@ -21,6 +20,7 @@ from megatron_trace.rollout.report import RolloutReport
 from megatron_trace.rollout.running import Served
 from megatron_trace.rollout.samples import make_report, make_sample
 from megatron_trace.rollout.sampling import SamplingSettings, sample_seed
+from megatron_trace.rollout.saved_rows import Records
 from megatron_trace.rollout.serving import EngineLimits, Server
 from megatron_trace.rollout.session import OnPush, RolloutSession
 from megatron_trace.rollout.storing import store_records

@@ -15,10 +15,11 @@ from megatron.core.inference.engines import DynamicInferenceEngine
 from megatron.core.inference.inference_request import DynamicInferenceRequestRecord, Status
 
 from megatron_trace.rollout.callbacks import NextTurn, OnTokens, StreamedToken, Turn
-from megatron_trace.rollout.context import RolloutContext, SavedRows
+from megatron_trace.rollout.context import RolloutContext
 from megatron_trace.rollout.prompts import require_several_names
 from megatron_trace.rollout.row_sampler import RowSampler, Sampled
 from megatron_trace.rollout.sampling import SamplingSettings
+from megatron_trace.rollout.saved_rows import SavedRows
 
 
 @dataclass(frozen=True)
