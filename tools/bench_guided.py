@@ -28,7 +28,8 @@ from triton.testing import do_bench
 
 from megatron_trace.formats import NUMBER_FORMATS, NumberFormat, kernels_guided, ops
 from megatron_trace.formats.kernels_guided import RowLaunch
-from megatron_trace.hints.guard import THRESHOLDS, guided_codes, guided_rows, guided_values
+from megatron_trace.hints.guard import THRESHOLDS, guided_rows
+from megatron_trace.hints.guided import guided_codes, guided_values
 from megatron_trace.testing.assertions import assert_same_bytes
 
 SLOTS = 8

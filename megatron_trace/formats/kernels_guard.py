@@ -1,4 +1,7 @@
-"""Triton kernel of the row guard's counts, for every format: hints/guard.py decides what they mean.
+"""What the row guard counts, in Triton, for every format; hints/guard.py says what it means.
+
+`kernels_guided` decides by it and rounds in the same pass. The kernel here only counts, for rows
+whose columns are split over ranks.
 
 Legend: as `kernels_tiles`. A program counts one row, and reads it once.
 """
@@ -50,51 +53,38 @@ def guard_counts(
     Raises:
         ValueError: Shapes disagree, num_bits is not that of a hint, or x is not on a GPU.
     """
-    counts = x.new_empty((4, x.shape[0]), dtype=torch.int32)
-    given = x, hint, scale_bytes, global_scale, number_format
-    _launch(*given, counts, counts, num_bits, max_scale_steps, (0.0, 0.0), DECIDES=False)
+    num_rows, length = x.shape
+    require_length(length)
+    x, words, scale_bytes, scales, constants = guided_inputs(
+        x, hint, scale_bytes, global_scale, number_format, num_bits
+    )
+    counts = x.new_empty((4, num_rows), dtype=torch.int32)
+    if num_rows == 0:
+        return counts
+    constants.pop("ROUNDED")
+    tile = min(max(triton.next_power_of_2(length // 8), 32), _LARGEST_TILE)
+    with torch.cuda.device_of(x):
+        _guard_kernel[(num_rows,)](
+            x,
+            words,
+            scale_bytes,
+            scales,
+            counts,
+            num_rows,
+            length // 8,
+            max_scale_steps,
+            **constants,
+            TILES=triton.cdiv(length // 8, tile),
+            T=tile,
+            num_warps=tile // 32,
+        )
     return counts
 
 
-def guarded(
-    x: torch.Tensor,
-    hint: torch.Tensor,
-    scale_bytes: torch.Tensor,
-    has_hint: torch.Tensor,
-    global_scale: torch.Tensor | float | None,
-    number_format: NumberFormat,
-    *,
-    num_bits: int,
-    max_scale_steps: int,
-    max_far_blocks: float,
-    min_parity_agreement: float,
-) -> torch.Tensor:
-    """Gives which rows have a hint that the guard accepts.
-
-    Args:
-        x: As of `guard_counts`, like the others.
-        hint: See there.
-        scale_bytes: See there.
-        has_hint: bool [N].
-        global_scale: See there.
-        number_format: See there.
-        num_bits: See there.
-        max_scale_steps: See there.
-        max_far_blocks: Share of the blocks that count that may be far.
-        min_parity_agreement: Share of the bits that count that must agree.
-
-    Returns:
-        bool [N].
-
-    Raises:
-        ValueError: As `guard_counts`.
-    """
-    accepted = torch.empty_like(has_hint, memory_format=torch.contiguous_format)
-    given = x, hint, scale_bytes, global_scale, number_format
-    out = accepted.view(torch.uint8), has_hint.contiguous().view(torch.uint8)
-    shares = max_far_blocks, min_parity_agreement
-    _launch(*given, *out, num_bits, max_scale_steps, shares, DECIDES=True)
-    return accepted
+def require_length(length: int) -> None:
+    """Raises ValueError where the counts of a row might not fit the bits that they have."""
+    if length >= 1 << 16:
+        raise ValueError(f"the guard judges rows of less than 65536 values; got {length}")
 
 
 @triton.jit(do_not_specialize=["num_rows", "max_scale_steps"])
@@ -103,15 +93,11 @@ def _guard_kernel(
     hint_ptr,
     scale_bytes_ptr,
     scale_ptr,
-    out_ptr,
-    has_hint_ptr,
+    counts_ptr,
     num_rows,
     row_octets,
     max_scale_steps,
-    max_far_blocks,
-    min_parity_agreement,
     NUM_BITS: tl.constexpr,
-    DECIDES: tl.constexpr,
     FORMAT: tl.constexpr,
     RULE: tl.constexpr,
     ROW: tl.constexpr,
@@ -143,15 +129,10 @@ def _guard_kernel(
         )
     blocks = tl.sum(blocks, axis=0)
     bits = tl.sum(bits, axis=0)
-    if DECIDES:
-        present = tl.load(has_hint_ptr + row) != 0
-        taken = accepts(blocks, bits, max_far_blocks, min_parity_agreement, BLOCK)
-        tl.store(out_ptr + row, (taken & present).to(tl.uint8))
-    else:
-        tl.store(out_ptr + row, blocks & 0xFFFF)
-        tl.store(out_ptr + num_rows + row, blocks >> 16)
-        tl.store(out_ptr + 2 * num_rows + row, bits & 0xFFFF)
-        tl.store(out_ptr + 3 * num_rows + row, (bits >> 16) * (8 * BLOCK))
+    tl.store(counts_ptr + row, blocks & 0xFFFF)
+    tl.store(counts_ptr + num_rows + row, blocks >> 16)
+    tl.store(counts_ptr + 2 * num_rows + row, bits & 0xFFFF)
+    tl.store(counts_ptr + 3 * num_rows + row, (bits >> 16) * (8 * BLOCK))
 
 
 @triton.jit
@@ -308,52 +289,3 @@ def _number_of_bits(byte):
     byte -= (byte >> 1) & 0x55
     byte = (byte & 0x33) + ((byte >> 2) & 0x33)
     return (byte + (byte >> 4)) & 0x0F
-
-
-def require_length(length: int) -> None:
-    """Raises ValueError where the counts of a row might not fit the bits that they have."""
-    if length >= 1 << 16:
-        raise ValueError(f"the guard judges rows of less than 65536 values; got {length}")
-
-
-def _launch(
-    x: torch.Tensor,
-    hint: torch.Tensor,
-    scale_bytes: torch.Tensor,
-    global_scale: torch.Tensor | float | None,
-    number_format: NumberFormat,
-    out: torch.Tensor,
-    has_hint: torch.Tensor,
-    num_bits: int,
-    max_scale_steps: int,
-    shares: tuple[float, float],
-    *,
-    DECIDES: bool,
-) -> None:
-    num_rows, length = x.shape
-    require_length(length)
-    x, words, scale_bytes, scales, constants = guided_inputs(
-        x, hint, scale_bytes, global_scale, number_format, num_bits
-    )
-    if num_rows == 0:
-        return
-    constants.pop("ROUNDED")
-    tile = min(max(triton.next_power_of_2(length // 8), 32), _LARGEST_TILE)
-    with torch.cuda.device_of(x):
-        _guard_kernel[(num_rows,)](
-            x,
-            words,
-            scale_bytes,
-            scales,
-            out,
-            has_hint,
-            num_rows,
-            length // 8,
-            max_scale_steps,
-            *shares,
-            DECIDES=DECIDES,
-            **constants,
-            TILES=triton.cdiv(length // 8, tile),
-            T=tile,
-            num_warps=tile // 32,
-        )

@@ -1,10 +1,6 @@
-"""Triton kernel that judges rows by the guard and rounds them, guided or to nearest, in one pass.
+"""Guard and rounding in one kernel, `kernels_guided_rows`: what it is given, and its launch.
 
-Legend: as `kernels_tiles`. N rows of x, M rows of a hint, LANES octets of a row that threads beside
-one another have at once. A program has T / LANES rows.
-
-A row is guided, and stored so, while the guard counts: nearly all rows are accepted. The others are
-read again and rounded to nearest.
+Legend: N rows of x, K values of a row, B blocks; M rows of a hint.
 """
 
 from __future__ import annotations
@@ -14,19 +10,16 @@ from typing import Any
 
 import torch
 import triton
-import triton.language as tl
 
-from megatron_trace.formats import kernels_bf16 as bf16
 from megatron_trace.formats import kernels_inputs as inputs
-from megatron_trace.formats import kernels_octets as octets
-from megatron_trace.formats import kernels_tiles as tiles
 from megatron_trace.formats.checks import (
     as_row_scales,
     require_input,
     require_no_global_scale,
     require_num_bits,
 )
-from megatron_trace.formats.kernels_guard import accepts, judged, require_length
+from megatron_trace.formats.kernels_guard import require_length
+from megatron_trace.formats.kernels_guided_rows import guided_kernel
 from megatron_trace.formats.number_format import NumberFormat
 
 # Most steps between block scales, share of far blocks, least share of lowest bits that agree.
@@ -89,7 +82,7 @@ def guided_values(
     rejected: torch.Tensor | None = None,
     launch: RowLaunch | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gives `hints.guard.guided_values`, without gradient.
+    """Gives `hints.guided.guided_values`, without gradient.
 
     Args:
         x: float [N, K] on a GPU; the trainer's values.
@@ -133,7 +126,7 @@ def guided_codes(
     rejected: torch.Tensor | None = None,
     launch: RowLaunch | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gives `hints.guard.guided_codes`.
+    """Gives `hints.guided.guided_codes`.
 
     Args:
         x: float [N, K] on a GPU; the trainer's values.
@@ -162,6 +155,42 @@ def guided_codes(
     return packed, own_bytes, _launch(*given, number_format, limits, num_bits, None, launch)
 
 
+def accepted_rows(
+    x: torch.Tensor,
+    hint: torch.Tensor,
+    scale_bytes: torch.Tensor,
+    has_hint: torch.Tensor,
+    global_scale: torch.Tensor | float | None,
+    number_format: NumberFormat,
+    limits: Limits,
+    *,
+    num_bits: int,
+    launch: RowLaunch | None = None,
+) -> torch.Tensor:
+    """Gives which rows have a hint that the guard accepts: `hints.guard.guided_rows`.
+
+    Args:
+        x: See `guided_values`, like the others.
+        hint: uint8 [N, K * num_bits / 8].
+        scale_bytes: uint8 [N, B].
+        has_hint: bool [N].
+        global_scale: See there.
+        number_format: See there.
+        limits: See there.
+        num_bits: See there.
+        launch: See there.
+
+    Returns:
+        bool [N].
+
+    Raises:
+        ValueError: See there.
+    """
+    x = inputs.prepared_values(x)
+    given = x, hint, scale_bytes, has_hint, global_scale, None, None, None, None
+    return _launch(*given, number_format, limits, num_bits, None, launch)
+
+
 def _launch(
     x: torch.Tensor,
     hint: torch.Tensor,
@@ -170,7 +199,7 @@ def _launch(
     global_scale: torch.Tensor | float | None,
     order: torch.Tensor | None,
     rejected: torch.Tensor | None,
-    out: torch.Tensor,
+    out: torch.Tensor | None,
     out_bytes: torch.Tensor | None,
     number_format: NumberFormat,
     limits: Limits,
@@ -191,11 +220,11 @@ def _launch(
     if order is not None:
         num_hints = hint.shape[0]
         slots = num_hints // (num_flags or 1)
-    device, codes = x.get_device(), out_bytes is not None
+    device = x.get_device()
     scale, scale_kind = _scale_of(global_scale, x, number_format, device)
-    kind = (device, x.dtype, length, number_format, num_bits, dtype, codes, slots, scale_kind)
-    kind += (order is None, rejected is None, launch)
-    plan = _plans.get(kind) or _new_plan(kind, x, launch)
+    kind = (device, x.dtype, length, number_format, num_bits, dtype, slots, scale_kind, launch)
+    kind += (order is None, rejected is None, out is None, out_bytes is None)
+    plan = _plans.get(kind) or _new_plan(kind, x)
     if not (
         hint.shape == (num_hints, plan.payload_bytes)
         and scale_bytes.shape == (num_hints, plan.num_blocks)
@@ -225,7 +254,7 @@ def _launch(
         plan.compiled[grid](*pointers, num_rows, *limits, *plan.constants.values())
         return accepted
     with torch.cuda.device_of(x):
-        compiled = _guided_kernel[grid](
+        compiled = guided_kernel[grid](
             *tensors,
             num_rows,
             *limits,
@@ -261,9 +290,9 @@ def _scale_of(
     return as_row_scales(global_scale, x).expand(len(x), 1).contiguous(), "rows"
 
 
-def _new_plan(kind: tuple, x: torch.Tensor, launch: RowLaunch | None) -> _Plan:
+def _new_plan(kind: tuple, x: torch.Tensor) -> _Plan:
     """Gives what calls of a kind have in common, and keeps it."""
-    _, _, length, number_format, num_bits, dtype, codes, slots, scale_kind, *_ = kind
+    _, _, length, number_format, num_bits, dtype, slots, scale_kind, launch, *_ = kind
     require_input(x, number_format.block_size)
     require_num_bits(num_bits, number_format.code_bits)
     require_length(length)
@@ -280,7 +309,7 @@ def _new_plan(kind: tuple, x: torch.Tensor, launch: RowLaunch | None) -> _Plan:
     constants = {
         "NUM_BITS": num_bits,
         "CODE_BITS": number_format.code_bits,
-        "CODES": codes,
+        "CODES": not kind[-1],
         "SLOTS": slots,
         "SCALE": scale_kind,
         **of_format,
@@ -334,264 +363,3 @@ def _mismatch(
         "order int32 [N] or None, and rejected int64 [1] or None, on the same device; got "
         + "; ".join(said(one) for one in (hint, scale_bytes, has_hint, order, rejected))
     )
-
-
-@triton.jit(
-    do_not_specialize=["num_rows", "max_scale_steps"],
-    do_not_specialize_on_alignment=[
-        "scale_bytes_ptr",
-        "has_hint_ptr",
-        "order_ptr",
-        "scale",
-        "accepted_ptr",
-        "rejected_ptr",
-    ],
-)
-def _guided_kernel(
-    x_ptr,
-    hint_ptr,
-    scale_bytes_ptr,
-    has_hint_ptr,
-    order_ptr,
-    scale,
-    out_ptr,
-    out_bytes_ptr,
-    accepted_ptr,
-    rejected_ptr,
-    num_rows,
-    max_scale_steps,
-    max_far_blocks,
-    min_parity_agreement,
-    NUM_BITS: tl.constexpr,
-    CODE_BITS: tl.constexpr,
-    CODES: tl.constexpr,
-    SLOTS: tl.constexpr,
-    SCALE: tl.constexpr,
-    FORMAT: tl.constexpr,
-    RULE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ROUNDED: tl.constexpr,
-    PAIRS: tl.constexpr,
-    ROW_OCTETS: tl.constexpr,
-    LANES: tl.constexpr,
-    LOOPS: tl.constexpr,
-    TILES: tl.constexpr,
-    T: tl.constexpr,
-):
-    ROWS: tl.constexpr = T // LANES
-    first = tl.program_id(0).to(tl.int64) * ROWS
-    thread = tl.arange(0, T)
-    # What is one number for each row is a scalar where a program has one row.
-    row = first if ROWS == 1 else first + thread // LANES
-    there = row < num_rows
-    hint_row = row
-    if order_ptr is not None:
-        hint_row = tl.load(order_ptr + row, mask=there, other=0)
-    present = tl.load(has_hint_ptr + hint_row // SLOTS, mask=there, other=0) != 0
-    if SCALE == "none":
-        global_scale = 1.0
-    elif SCALE == "number":
-        global_scale = tl.full((), scale, tl.float32)
-    else:
-        global_scale = tl.load(scale + (first if SCALE == "rows" else 0))
-
-    lane = thread % LANES
-    x_ptr += first * (ROW_OCTETS * 8)
-    if CODES:
-        out_ptr = _as_words(out_ptr, CODE_BITS) + first * (
-            ROW_OCTETS * (8 if CODE_BITS == 8 else 1)
-        )
-        out_bytes_ptr += first * (ROW_OCTETS // BLOCK)
-    else:
-        out_ptr += first * (ROW_OCTETS * 8)
-    hint_ptr = _as_words(hint_ptr, NUM_BITS)
-    place = (thread // LANES) * ROW_OCTETS + lane
-    hint_place = hint_row.to(tl.int64) * ROW_OCTETS + lane
-    given = x_ptr, hint_ptr, scale_bytes_ptr, place, hint_place, lane, global_scale
-    taken = out_ptr, out_bytes_ptr
-    limits = max_scale_steps, max_far_blocks, min_parity_agreement
-    # Asked once, of all tiles: a question each takes registers.
-    ASKS: tl.constexpr = PAIRS and (FORMAT == "nvfp4" or FORMAT == "nvfp4_4over6")
-    usual = bf16.is_usual(global_scale) if ASKS else first >= 0
-    some = present if ROWS == 1 else first >= 0
-    accepted = present
-    if some & usual:
-        accepted = present & _guide(
-            given,
-            taken,
-            limits,
-            present,
-            NUM_BITS,
-            CODE_BITS,
-            CODES,
-            FORMAT,
-            RULE,
-            BLOCK,
-            ROUNDED,
-            PAIRS,
-            ROW_OCTETS,
-            LANES,
-            LOOPS,
-            TILES,
-            T,
-        )
-    if ASKS:
-        unusual = some & (usual == 0)
-        if unusual:
-            accepted = present & _guide(
-                given,
-                taken,
-                limits,
-                present,
-                NUM_BITS,
-                CODE_BITS,
-                CODES,
-                FORMAT,
-                RULE,
-                BLOCK,
-                ROUNDED,
-                False,
-                ROW_OCTETS,
-                LANES,
-                LOOPS * TILES,
-                1,
-                T,
-            )
-    if ROWS == 1:
-        tl.store(accepted_ptr + row, accepted)
-        all_accepted = accepted
-    else:
-        tl.store(accepted_ptr + row, accepted, mask=there & (lane == 0))
-        all_accepted = tl.min((accepted | (there == 0)).to(tl.int32), axis=0) != 0
-    if all_accepted == 0:
-        if rejected_ptr is not None:
-            wrong = present & (accepted == 0)
-            if ROWS > 1:
-                wrong = tl.sum((wrong & (lane == 0)).to(tl.int32), axis=0)
-            if wrong != 0:
-                tl.atomic_add(rejected_ptr, wrong.to(tl.int64), sem="relaxed")
-        # What was stored is stored anew, perhaps by other threads.
-        tl.debug_barrier()
-        others = there & (accepted == 0)
-        for tile in range(LOOPS * TILES):
-            at = tile * LANES
-            mask = others & (lane + at < ROW_OCTETS)
-            x = tiles.load_octets(x_ptr, place + at, mask, PAIRS)
-            y, word, byte = tiles.nearest(x, global_scale, CODE_BITS, FORMAT, RULE, 0, PAIRS, T)
-            out = word if CODES else y
-            _store(taken, out, byte, place + at, mask, CODE_BITS, CODES, BLOCK, ROUNDED, PAIRS)
-
-
-@triton.jit
-def _guide(
-    given,
-    taken,
-    limits,
-    mask,
-    NUM_BITS: tl.constexpr,
-    CODE_BITS: tl.constexpr,
-    CODES: tl.constexpr,
-    FORMAT: tl.constexpr,
-    RULE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ROUNDED: tl.constexpr,
-    PAIRS: tl.constexpr,
-    ROW_OCTETS: tl.constexpr,
-    LANES: tl.constexpr,
-    LOOPS: tl.constexpr,
-    TILES: tl.constexpr,
-    T: tl.constexpr,
-):
-    """Stores rows as they are guided, and gives whether the guard accepts them: bool, or bool [T].
-
-    Given are pointers to values, words of the hint and its scale bytes; octets, from which on x and
-    the hint are read, int32 and int64 [T]; octets of the row, int32 [T]; the global scale, a usual
-    one for pairs of NVFP4 and 4over6. Taken are values, or codes and their scale bytes, by
-    pointers. The mask, bool or bool [T], says which rows are to be read and stored.
-    """
-    x_ptr, hint_ptr, scale_bytes_ptr, place, hint_place, lane, global_scale = given
-    max_scale_steps, max_far_blocks, min_parity_agreement = limits
-    blocks = tl.zeros((T,), tl.int32)
-    bits = tl.zeros((T,), tl.int32)
-    for loop in range(LOOPS):
-        start = loop * (TILES * LANES)
-        values = ()
-        hints = ()
-        for tile in tl.static_range(TILES):
-            at = start + tile * LANES
-            inside = mask & (lane + at < ROW_OCTETS)
-            values += (tiles.load_octets(x_ptr, place + at, inside, PAIRS),)
-            hints += (
-                octets.load_hints(
-                    hint_ptr, scale_bytes_ptr, hint_place + at, inside, NUM_BITS, BLOCK
-                ),
-            )
-        for tile in tl.static_range(TILES):
-            at = start + tile * LANES
-            inside = mask & (lane + at < ROW_OCTETS)
-            out, of_blocks, of_bits = judged(
-                values[tile],
-                hints[tile],
-                global_scale,
-                max_scale_steps,
-                NUM_BITS,
-                FORMAT,
-                RULE,
-                PAIRS,
-                CODES,
-                BLOCK,
-                T,
-            )
-            blocks += tl.where(inside, of_blocks, 0)
-            bits += tl.where(inside, of_bits, 0)
-            _, byte = hints[tile]
-            _store(taken, out, byte, place + at, inside, CODE_BITS, CODES, BLOCK, ROUNDED, PAIRS)
-    return accepts(
-        _sum_of_row(blocks, LANES, T),
-        _sum_of_row(bits, LANES, T),
-        max_far_blocks,
-        min_parity_agreement,
-        BLOCK,
-    )
-
-
-@triton.jit
-def _store(
-    taken,
-    out,
-    byte,
-    place,
-    mask,
-    CODE_BITS: tl.constexpr,
-    CODES: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ROUNDED: tl.constexpr,
-    PAIRS: tl.constexpr,
-):
-    out_ptr, out_bytes_ptr = taken
-    if CODES:
-        octets.store_hints(out_ptr, out_bytes_ptr, out, byte, place, mask, CODE_BITS, BLOCK)
-    else:
-        tiles.store_octets(out_ptr, out, place, mask, ROUNDED, PAIRS)
-
-
-@triton.jit
-def _as_words(ptr, NUM_BITS: tl.constexpr):
-    """Gives a pointer to a hint's bytes as one to its octets; with 8 bits, to its values."""
-    if NUM_BITS == 2:
-        ptr = ptr.to(tl.pointer_type(tl.int16), bitcast=True)
-    elif NUM_BITS == 4:
-        ptr = ptr.to(tl.pointer_type(tl.int32), bitcast=True)
-    return ptr
-
-
-@triton.jit
-def _sum_of_row(counts, LANES: tl.constexpr, T: tl.constexpr):
-    """Gives the sum over the threads of a row, int32; or int32 [T] where there are several rows."""
-    if LANES == T:
-        total = tl.sum(counts, axis=0)
-    else:
-        rows = tl.reshape(counts, (T // LANES, LANES))
-        total = tl.broadcast_to(tl.sum(rows, axis=1, keep_dims=True), (T // LANES, LANES))
-        total = tl.reshape(total, (T,))
-    return total

@@ -15,13 +15,8 @@ from megatron_trace.config import TraceConfig
 from megatron_trace.formats import E2M1_MAX, E4M3_MAX, ops
 from megatron_trace.formats.blocks import split
 from megatron_trace.formats.number_format import NVFP4, NumberFormat
-from megatron_trace.hints.guard import (
-    THRESHOLDS,
-    GuardThresholds,
-    guided_codes,
-    guided_rows,
-    guided_values,
-)
+from megatron_trace.hints.guard import THRESHOLDS, GuardThresholds, guided_rows
+from megatron_trace.hints.guided import guided_codes, guided_values
 from megatron_trace.training.hint_rows import HintRows, RowMove, move_together
 
 

@@ -13,6 +13,7 @@ from megatron_trace.formats import (
     kernels_changed,
     kernels_checks,
     kernels_guard,
+    kernels_guided,
     ops,
 )
 from megatron_trace.hints import guard
@@ -79,14 +80,8 @@ def _compare(
             options = {"num_bits": bits, "thresholds": thresholds, "number_format": fmt}
             expected = guard.guided_rows(*tensors, some, scale, **options, implementation="torch")
             *three, on_gpu = given
-            got = kernels_guard.guarded(
-                *three,
-                on_device(some),
-                on_gpu,
-                fmt,
-                **steps,
-                max_far_blocks=thresholds.max_far_blocks,
-                min_parity_agreement=thresholds.min_parity_agreement,
+            got = kernels_guided.accepted_rows(
+                *three, on_device(some), on_gpu, fmt, thresholds.limits, num_bits=bits
             )
             assert_same_bytes(got.cpu(), expected, f"{what} {name} {bits} decision")
 

@@ -10,7 +10,8 @@ import torch
 
 from megatron_trace.formats import NUMBER_FORMATS, NumberFormat, kernels_guided, ops
 from megatron_trace.formats.kernels_guided import RowLaunch
-from megatron_trace.hints import guard
+from megatron_trace.hints import guided
+from megatron_trace.hints.guard import THRESHOLDS
 from megatron_trace.testing.assertions import assert_same_bytes
 from megatron_trace.testing.hard_inputs import hard_rows
 from megatron_trace.testing.kernel_equality import row_scales
@@ -105,7 +106,7 @@ def _compare_rows(
 
     given = [x, hint, scale_bytes, rows.has_hint, rows.scale]
     counts = [torch.full((1,), REJECTED, device=where) for where in (device, "cpu")]
-    thresholds = guard.THRESHOLDS[fmt.name]
+    thresholds = THRESHOLDS[fmt.name]
     for kind in ("values", "codes") if turn is None else (("values", "codes")[turn % 2],):
         got = getattr(kernels_guided, f"guided_{kind}")(
             *map(on_device, given),
@@ -116,7 +117,7 @@ def _compare_rows(
             rejected=counts[0],
             launch=launch,
         )
-        expected = getattr(guard, f"guided_{kind}")(
+        expected = getattr(guided, f"guided_{kind}")(
             *given,
             num_bits=bits,
             thresholds=thresholds,

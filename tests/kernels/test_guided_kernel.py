@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from megatron_trace.formats import NUMBER_FORMATS
-from megatron_trace.hints.guard import THRESHOLDS, guided_values
+from megatron_trace.hints.guard import THRESHOLDS
+from megatron_trace.hints.guided import guided_values
 from megatron_trace.testing.hard_inputs import hard_inputs
 
 # Of the hard inputs, one block of 16 and two without values hold no block of 32.

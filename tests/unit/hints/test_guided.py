@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from megatron_trace.formats import NUMBER_FORMATS, NumberFormat, ops
-from megatron_trace.hints.guard import THRESHOLDS, guided_codes, guided_rows, guided_values
+from megatron_trace.hints.guard import THRESHOLDS, guided_rows
+from megatron_trace.hints.guided import guided_codes, guided_values
 from megatron_trace.testing.assertions import assert_same_bytes
 from megatron_trace.testing.token_rows import rows_of, with_noise
 
