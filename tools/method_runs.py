@@ -5,7 +5,8 @@
     python tools/method_runs.py --setting h200 --processes 6 --tasks out/moe_100m.jsonl.gz
     python tools/method_runs.py --setting cpu --methods bf16 qat trace --perturb 0.1 --processes 2
     python tools/method_runs.py --setting h200 --fixed-policy --tasks out/moe_100m.jsonl.gz
-    python tools/method_runs.py --setting cpu --report-only
+    python tools/method_runs.py --setting cpu --report-only      of the runs that are there
+    python tools/method_runs.py --setting h200 --page-only       of what docs/results has of them
 
 Every run is a process of its own and a folder as tools/report.py reads them. Killed, the same
 command goes on where it was; a run that fails does not end the others. `--out` gets
@@ -50,7 +51,7 @@ from megatron_trace.rl.tasks import CharTokenizer, TaskItem, load_tasks, save_ta
 from megatron_trace.rl.warm_start import WarmStartSettings, answer_accuracy, warm_start
 from megatron_trace.study import moe_100m
 from megatron_trace.study.chain_training import Recipe
-from megatron_trace.study.comparison import logs_of_folders, save_logs
+from megatron_trace.study.comparison import load_logs, logs_of_folders, save_logs
 from megatron_trace.study.comparison_page import write_page
 from megatron_trace.study.locks import locked
 from megatron_trace.study.method_runs import VARIANTS, Problem, RunPlan, base_settings, do_run
@@ -204,6 +205,11 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--rehearse", action="store_true", help="with a hardly trained model (h200 only)"
     )
     parser.add_argument("--report-only", action="store_true", help="make no run")
+    parser.add_argument(
+        "--page-only",
+        action="store_true",
+        help="make no run, and the page from the numbers that --out has of them",
+    )
     parser.add_argument("--in-process", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     setting = SETTINGS[options.setting]
@@ -219,7 +225,8 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error(f"--tasks has no effect on --setting {options.setting}: it makes its own")
     if setting.start and options.rehearse:
         parser.error("--rehearse is for --setting h200")
-    if not setting.start and not options.tasks and not options.report_only:
+    makes_runs = not (options.report_only or options.page_only)
+    if not setting.start and not options.tasks and makes_runs:
         parser.error("--setting h200 needs --tasks; `tools/moe_100m.py tasks FILE` writes them")
     if options.processes < 1 or options.steps < 1 or min(options.perturb) < 0:
         parser.error("--processes and --steps must be >= 1, --perturb >= 0")
@@ -424,11 +431,17 @@ def fits(item: TaskItem, settings: RunSettings) -> bool:
 
 
 def write_results(options: argparse.Namespace) -> Path:
-    """Writes the numbers and the page of all runs there are."""
-    logs = logs_of_folders(options.work)
-    if not logs:
-        raise SystemExit(f"error: {options.work} holds no run")
-    save_logs(options.out / f"{options.name}.jsonl.gz", logs)
+    """Writes the numbers and the page of all runs there are, or the page of the numbers."""
+    numbers = options.out / f"{options.name}.jsonl.gz"
+    if options.page_only:
+        if not numbers.is_file():
+            raise SystemExit(f"error: there is no {numbers}; without --page-only, runs write it")
+        logs = load_logs(numbers)
+    else:
+        logs = logs_of_folders(options.work)
+        if not logs:
+            raise SystemExit(f"error: {options.work} holds no run")
+        save_logs(numbers, logs)
     page = options.out / f"{options.name}.md"
     command = f"python tools/method_runs.py --setting {options.setting}"
     command += " --fixed-policy" if options.fixed_policy else ""
@@ -445,7 +458,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             run_one(options, plan)
         return 0
     try:
-        failed = [] if options.report_only else make_runs(options, plans)
+        report_only = options.report_only or options.page_only
+        failed = [] if report_only else make_runs(options, plans)
     except ValueError as error:
         raise SystemExit(f"error: {error}") from error
     except KeyboardInterrupt:

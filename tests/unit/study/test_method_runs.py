@@ -1,6 +1,7 @@
 """Runs of methods side by side: what a plan says, resumption of evaluations, and what fails."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -194,3 +195,19 @@ def _model() -> Any:
 def _outputs(model: Any) -> torch.Tensor:
     tokens = torch.arange(8)[None]
     return model(tokens, tokens, None)
+
+
+@pytest.mark.parametrize("setting", ["cpu", "cpu-long", "h200"])
+def test_the_page_of_results_is_made_anew_of_its_numbers_alone(
+    tool: ModuleType, tmp_path: Path, setting: str
+) -> None:
+    results = TOOL.parents[1] / "docs" / "results"
+    shutil.copy(results / f"{setting}.jsonl.gz", tmp_path)
+    arguments = ["--setting", setting, "--page-only", "--out", str(tmp_path)]
+    assert tool.main([*arguments, "--work", str(tmp_path / "no runs")]) == 0
+    assert (tmp_path / f"{setting}.md").read_text() == (results / f"{setting}.md").read_text()
+
+
+def test_a_page_without_its_numbers_is_refused(tool: ModuleType, tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=r"there is no .*cpu\.jsonl\.gz"):
+        tool.main(["--setting", "cpu", "--page-only", "--out", str(tmp_path)])
