@@ -30,6 +30,15 @@ class OptimizerSettings:
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0
 
+    def __post_init__(self) -> None:
+        """Raises ValueError on a value out of range, NaN and Inf included."""
+        for name in ("learning_rate", "weight_decay", "max_grad_norm"):
+            if not 0.0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be >= 0 and finite; got {getattr(self, name)}")
+        for name in ("beta1", "beta2"):
+            if not 0.0 <= getattr(self, name) < 1.0:
+                raise ValueError(f"{name} must be in [0, 1); got {getattr(self, name)}")
+
 
 def build_optimizer(
     model: HybridModel, settings: OptimizerSettings

@@ -404,6 +404,22 @@ def test_prompt_longer_than_the_context_is_refused(build):
 
 
 @pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("learning_rate", float("nan")),
+        ("learning_rate", float("inf")),
+        ("learning_rate", -1.0),
+        ("weight_decay", -0.1),
+        ("max_grad_norm", float("nan")),
+        ("beta2", 1.0),
+    ],
+)
+def test_settings_of_the_optimizer_that_would_spoil_the_weights_are_refused(name, value):
+    with pytest.raises(ValueError, match=f"{name} must be"):
+        OptimizerSettings(**{name: value})
+
+
+@pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"samples_per_prompt": 1}, "samples_per_prompt must be >= 2"),

@@ -244,6 +244,7 @@ def test_a_flag_of_the_quantised_runs_leaves_the_one_in_bf16_as_it_is(demo):
             "diagnostic_share=0.5 has no effect with method=quads",
         ),
         ("--tasks nowhere.jsonl", "--tasks nowhere.jsonl does not exist"),
+        ("--learning-rate nan", "learning_rate must be >= 0 and finite; got nan"),
         ("--steps 0", "--steps must be at least 1; got 0"),
     ],
 )
