@@ -17,6 +17,7 @@ from megatron_trace.training.hint_rows import HintRows
 from megatron_trace.training.micro_batch import make_micro_batch
 from megatron_trace.training.model import token_logprobs
 from megatron_trace.training.rounding import Guard, Rounding
+from megatron_trace.training.te_rows import LinearCall, moved, pad_rows
 
 TOKENS, SLOTS, LENGTH = 48, 4, 128
 
@@ -99,6 +100,24 @@ def test_rows_in_another_order_move_only_once_they_are_in_order():
         assert_same_bytes(getattr(in_order, name), getattr(case.gathered, name), name)
     with pytest.raises(AssertionError, match="order of the operand"):
         case.hint.moved(lambda rows: rows)
+
+
+@pytest.mark.parametrize("form", ["raw", "residue"])
+def test_rows_that_are_padded_before_they_are_judged_count_and_round_as_before(form):
+    """As Transformer Engine's recipe has them: rows of padding have no hint to reject."""
+    case = Case("nvfp4", form, ordered=True)
+    splits, padded = (100, 0, len(case.values) - 100), (128, 32, 128)
+    rounding, rejected = case.guarded(case.hint)
+    expected, found = rounding.quantised(case.values), rejected.tolist()
+    rounding, rejected = case.guarded(case.hint)
+    call = LinearCall(
+        "fc2",
+        pad_rows(case.values, splits, padded),
+        moved(rounding, lambda rows: pad_rows(rows, splits, padded)),
+    )
+    got = torch.cat([call.quantised(part) for part in call.values.split(padded)])
+    assert_same_bytes(got, pad_rows(expected, splits, padded), "padded rows")
+    assert rejected.tolist() == found != [7]
 
 
 def _trained(build, rolled, *, diagnostics: bool, replay_routing: bool = True, **options):
