@@ -25,6 +25,12 @@ SITES_OF_PARTS = {"experts": ("fc1", "fc2"), "kv": ("k", "v")}
 HINT_SITES = (*SITES_OF_PARTS["experts"], *SITES_OF_PARTS["kv"])
 DEFAULT_HINT_SITES = ("fc1", "k", "v")
 _BOTH_PARTS: QuantisedParts = "experts_and_kv"
+_OF_GUARD = (
+    "guard_max_far_blocks",
+    "guard_max_scale_steps",
+    "guard_min_parity_agreement",
+    "guard_max_rejected_rows",
+)
 
 
 @dataclass(frozen=True)
@@ -190,6 +196,12 @@ class TraceConfig:
                 "save_packed_activations contradicts check_finite=False: a NaN has no code, so it "
                 "would vanish; switch one of them the other way"
             )
+        for name in _OF_GUARD if not self.guard else ():
+            if getattr(self, name) != type(self).__dataclass_fields__[name].default:
+                raise ValueError(
+                    f"{name}={getattr(self, name)} has no effect without guard; leave it out, or "
+                    "leave the guard on"
+                )
         if self.hint_layers not in ("latter_half", "all"):
             _parse_layers(self.hint_layers)
         self._require_fitting_format()

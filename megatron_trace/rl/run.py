@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
@@ -90,7 +90,13 @@ class RunSettings:
 
     def __post_init__(self) -> None:
         """Raises ValueError on a value out of range or on contradictory settings."""
-        for name in ("prompts_per_step", "updates_per_rollout", "micro_batch_samples"):
+        for name in (
+            "prompts_per_step",
+            "updates_per_rollout",
+            "micro_batch_samples",
+            "context",
+            "max_requests",
+        ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be >= 1; got {getattr(self, name)}")
         if self.samples_per_prompt < 2:
@@ -103,8 +109,15 @@ class RunSettings:
                 f"prompts_per_step={self.prompts_per_step} must be a multiple of "
                 f"updates_per_rollout={self.updates_per_rollout}, so that updates are alike"
             )
-        if self.trainer_dtype not in TRAINER_DTYPES:
-            raise ValueError(f"trainer_dtype must be bf16 or fp32; got {self.trainer_dtype!r}")
+        for name, known in (
+            ("trainer_dtype", TRAINER_DTYPES),
+            ("trainer_attention", get_args(TrainerAttention)),
+            ("answer_format", get_args(AnswerFormat)),
+        ):
+            if getattr(self, name) not in known:
+                raise ValueError(
+                    f"{name} must be {' or '.join(known)}; got {getattr(self, name)!r}"
+                )
         if self.pack_samples and self.trainer_attention == "megatron":
             raise ValueError(
                 "pack_samples contradicts trainer_attention=megatron: Megatron's "
@@ -114,6 +127,7 @@ class RunSettings:
             require_static_experts(self.trace)
         loss_settings(self.trace.method, self.loss)
         parse_alarms(self.health)
+        self.sampling()
 
     @property
     def objective(self) -> LossSettings:

@@ -30,7 +30,6 @@ EVERY_FLAG = """
     --trace-hint-layers 1,3
     --trace-hint-sites fc1 fc2 v
     --trace-missing-hints rtn
-    --no-trace-guard
     --trace-guard-max-far-blocks 0.5
     --trace-guard-max-scale-steps 3
     --trace-guard-min-parity-agreement 0.7
@@ -52,7 +51,6 @@ EVERY_FIELD_CHANGED = TraceConfig(
     hint_layers="1,3",
     hint_sites=("fc1", "fc2", "v"),
     missing_hints="rtn",
-    guard=False,
     guard_max_far_blocks=0.5,
     guard_max_scale_steps=3,
     guard_min_parity_agreement=0.7,
@@ -94,8 +92,9 @@ def test_every_field_has_a_flag() -> None:
         for field in dataclasses.fields(TraceConfig)
         if getattr(config, field.name) == getattr(TraceConfig(), field.name)
     ]
-    # Both contradict other flags, so that they are parsed by themselves.
-    assert unchanged == ["number_format", "check_finite"], "EVERY_FLAG must change each field"
+    # They contradict other flags, so that they are parsed by themselves.
+    assert unchanged == ["number_format", "guard", "check_finite"], "EVERY_FLAG must change each"
+    assert not parsed("--no-trace-guard").guard
     assert not parsed("--no-trace-check-finite").check_finite
     assert parsed("--trace-number-format", "mxfp4").number_format == "mxfp4"
 

@@ -65,6 +65,14 @@ def test_a_value_out_of_range_is_refused_by_name(name, value):
         TraceConfig(**{name: value})
 
 
+@pytest.mark.parametrize(
+    ("name", "value"), [("guard_min_parity_agreement", 0.3), ("guard_max_rejected_rows", 1.0)]
+)
+def test_what_the_guard_may_do_is_refused_where_it_is_off(name, value):
+    with pytest.raises(ValueError, match=f"{name}={value} has no effect without guard"):
+        TraceConfig(guard=False, **{name: value})
+
+
 def test_diagnostics_of_a_rollout_without_quantisers_are_refused():
     with pytest.raises(ValueError, match="has no effect with method=bf16"):
         TraceConfig(method="bf16", diagnostic_share=0.5)

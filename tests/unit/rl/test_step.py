@@ -426,6 +426,11 @@ def test_settings_of_the_optimizer_that_would_spoil_the_weights_are_refused(name
         ({"micro_batch_samples": 0}, "micro_batch_samples must be >= 1"),
         ({"updates_per_rollout": 3}, "multiple of updates_per_rollout=3"),
         ({"trainer_dtype": "fp16"}, "trainer_dtype must be bf16 or fp32"),
+        ({"trainer_attention": "flash"}, "trainer_attention must be sdpa or megatron; got .flash"),
+        ({"answer_format": "json"}, "answer_format must be whole or .*got 'json'"),
+        ({"temperature": 0.0}, "temperature must be at least 1e-6"),
+        ({"max_response_tokens": 0}, "max_new_tokens must be >= 1"),
+        ({"max_requests": 0}, "max_requests must be >= 1"),
         ({"prompts_per_step": 11}, "takes 11 distinct prompts, but there are 10"),
     ],
 )
