@@ -23,6 +23,7 @@ cpu_pretrain.install()
 import contextlib
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ from megatron.core.utils import unwrap_model
 from megatron.training import pretrain, print_rank_0
 from megatron.training.argument_utils import pretrain_cfg_container_from_args
 from megatron.training.arguments import parse_and_validate_args
+from megatron.training.checkpointing import get_checkpoint_tracker_filename
 
 from megatron_trace import compat
 from megatron_trace.arguments import (
@@ -69,6 +71,10 @@ def main() -> None:
     )
     trace, recorded = trace_config_from_args(args), recorded_config_from_args(args)
     require_agreement(args, trace, recorded)
+    if done_before(args):
+        if not args.rank:
+            print(f"all {args.train_iters} iterations were done before: {args.load}")
+        return
     loss, alarms = loss_config_from_args(args), health_config_from_args(args)
     settings = {"trace": trace, "loss": loss, "health": alarms, "recorded": recorded}
     log = LoopLog(recorded.metrics_dir, args, settings)
@@ -86,6 +92,15 @@ def main() -> None:
         if args.rank and isinstance(way_out.code, str):  # One rank tells.
             raise SystemExit(1) from None
         raise
+
+
+def done_before(args: Namespace) -> bool:
+    """Says whether the checkpoint to go on from is the last one, at which Megatron has no data."""
+    if not args.load or args.finetune or args.ckpt_step or args.train_iters is None:
+        return False
+    tracker = Path(get_checkpoint_tracker_filename(args.load))
+    text = tracker.read_text().strip() if tracker.is_file() else ""
+    return text.isdigit() and int(text) >= args.train_iters
 
 
 def train(
@@ -188,9 +203,6 @@ def train(
         except PausedError as error:
             log.leave_off(str(error))
             raise
-    if iteration is None and args.iteration >= args.train_iters:
-        print_rank_0(f"all {args.train_iters} iterations were done before")
-        return
     training.assert_ran()
     print_rank_0(f"TRACE ran: method {trace.method}, {len(training.folders[0])} samples")
     print_rank_0(training.summary())

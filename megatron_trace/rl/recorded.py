@@ -9,7 +9,6 @@ Legend: B samples of a micro-batch, S positions.
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -23,15 +22,15 @@ from torch.utils.data import Dataset
 
 from megatron_trace.config import RecordedConfig, TraceConfig
 from megatron_trace.hints.types import Site
-from megatron_trace.rl.exchange_folder import ExchangeFolder, Samples, open_samples
+from megatron_trace.rl.exchange_folder import ExchangeFolder, open_samples
 from megatron_trace.rl.loop_health import LoopHealth
 from megatron_trace.rl.loop_record import SampleOrigin
 from megatron_trace.rl.losses import LossSums, count_units, summed_loss
 from megatron_trace.rl.objectives.settings import loss_settings
 from megatron_trace.rl.objectives.values import PolicyBatch
-from megatron_trace.rl.recorded_pass import Indices, RecordedPass, part_of
+from megatron_trace.rl.recorded_data import index_datasets
+from megatron_trace.rl.recorded_pass import Indices, RecordedMicroBatches, part_of
 from megatron_trace.rl_config import LossConfig
-from megatron_trace.training.hint_reader import HintReader, wants_process
 from megatron_trace.training.megatron_model import trace_sites
 from megatron_trace.training.micro_batch import MicroBatch
 from megatron_trace.training.model import (
@@ -39,38 +38,13 @@ from megatron_trace.training.model import (
     logprobs_of_logits,
     top_logprobs_of_logits,
 )
-from megatron_trace.training.over_ranks import agreed, summed_report
-from megatron_trace.training.prefetch import read_micro_batch
+from megatron_trace.training.over_ranks import summed_report
 from megatron_trace.training.report import SiteReport, TraceReport
 from megatron_trace.training.rounding import NonFiniteError
 from megatron_trace.training.sites import TraceSites
 
-_logger = logging.getLogger(__name__)
 Report = dict[str, torch.Tensor]
 LossFunction = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, Report]]
-
-
-class SampleIndices(Dataset[dict[str, int]]):
-    """The indices of a folder's samples, for Megatron's samplers.
-
-    Args:
-        part: 0 for the folder to train on, 1 for the one to evaluate on.
-        num_samples: Samples that are handed out; those of the folder repeat in order.
-        folder_size: Samples of the folder.
-    """
-
-    def __init__(self, part: int, num_samples: int, folder_size: int) -> None:
-        self.part = part
-        self.num_samples = num_samples
-        self.folder_size = folder_size
-
-    def __len__(self) -> int:
-        """Samples that are handed out."""
-        return self.num_samples
-
-    def __getitem__(self, index: int) -> dict[str, int]:
-        """Gives the index of a sample in its folder, and which folder."""
-        return {"part": self.part, "sample": index % self.folder_size}
 
 
 class RecordedTraining:
@@ -113,15 +87,9 @@ class RecordedTraining:
                     f"--trace-{flag} has no effect with --trace-method {trace.method}, which reads "
                     "no hints; leave it out"
                 )
-        if recorded.prefetch and num_micro_batches is None:
-            raise ValueError("prefetch needs num_micro_batches: the end of each pass")
         self.trace = trace
         self.recorded = recorded
-        self.num_positions = num_positions
-        self.num_micro_batches = num_micro_batches
         self.health = health
-        bound = recorded.hint_memory_mb
-        self._max_host_bytes = None if bound is None else bound * 2**20
         loss = loss or LossConfig()
         if loss.stale_by != "oldest":
             raise ValueError(
@@ -146,10 +114,12 @@ class RecordedTraining:
         self._counts: dict[Site, Counter[str]] = {}
         # Whether that was a training step whose update is skipped, of which nothing is kept.
         self._skipped = False
-        # Of each stage on this rank, by the identity of its sites.
-        self._readers: dict[int, list[Samples]] = {}
-        self._process: HintReader | None = None
-        self._passes: dict[int, RecordedPass] = {}
+        self._micro_batches = RecordedMicroBatches(
+            self.folders,
+            recorded,
+            num_positions=num_positions,
+            num_micro_batches=num_micro_batches,
+        )
 
     def datasets(
         self, num_samples: Sequence[int]
@@ -162,47 +132,12 @@ class RecordedTraining:
         Raises:
             ValueError: The run evaluates, but there is nothing to evaluate on.
         """
-        train, valid, _ = num_samples
-        if valid and len(self.folders) < 2:
-            raise ValueError(
-                "--eval-iters needs --trace-valid-hint-dir; give it, or set --eval-iters 0"
-            )
-        for number, folder in zip((train, valid), self.folders, strict=False):
-            if folder.unsettled:
-                _logger.warning(
-                    "%s: %d samples are left out, as they or others of their group have no reward",
-                    folder.folder,
-                    len(folder.unsettled),
-                )
-            for names, reason in (
-                (folder.stale, "they are older than --trace-max-lag allows"),
-                (folder.without_spread, "all rewards of their groups are equal"),
-            ):
-                if names:
-                    _logger.warning(
-                        "%s: %d samples are left out, as %s", folder.folder, len(names), reason
-                    )
-            if number > len(folder):
-                _logger.warning(
-                    "%s has %d samples, and %d are taken: each up to %d times",
-                    folder.folder,
-                    len(folder),
-                    number,
-                    -(-number // len(folder)),
-                )
-        parts = [
-            SampleIndices(part, number, len(folder))
-            for part, (number, folder) in enumerate(zip((train, valid), self.folders, strict=False))
-        ]
-        return parts[0], parts[1] if valid else None, None
+        return index_datasets(self.folders, num_samples)
 
     def forward_step(
         self, data_iterator: Iterator[Indices], model: torch.nn.Module
     ) -> tuple[torch.Tensor, LossFunction]:
         """Forwards one micro-batch through one stage.
-
-        With prefetch, its first call in a pass takes all indices of the pass from the iterator; see
-        `RecordedPass` for why that is safe.
 
         Args:
             data_iterator: Gives `SampleIndices` in batches.
@@ -221,7 +156,9 @@ class RecordedTraining:
             self.health.prepare(sites, trains=model.training)
         health = self.health if model.training else None
         with nullcontext() if health is None else health.waiting():
-            indices, micro_batch = self._next(data_iterator, sites, training=model.training)
+            indices, micro_batch = self._micro_batches.next(
+                data_iterator, sites, training=model.training
+            )
         folder, numbers = self.folders[part_of(indices)], indices["sample"].tolist()
         advantages = torch.tensor([folder.advantage(n) for n in numbers], device=sites.device)
         lags = tuple(lag for n in numbers if (lag := folder.lag(n)) is not None)
@@ -232,23 +169,6 @@ class RecordedTraining:
         return output, partial(
             self.loss, micro_batch, advantages, origin=origin, trains=model.training
         )
-
-    def _next(
-        self, data_iterator: Iterator[Indices], sites: TraceSites, *, training: bool
-    ) -> tuple[Indices, MicroBatch]:
-        """Gives the next micro-batch of a stage, and the indices of its samples."""
-        if self.recorded.prefetch:
-            current = self._current_pass(data_iterator, sites, training=training)
-            indices, build = current.next_indices(data_iterator), current.next_micro_batch
-        else:
-            indices = next(data_iterator)
-            build = partial(self._read, indices, sites)
-        if sites.groups.pp.size() == 1 and dist.get_world_size() > 1:
-            world = dist.group.WORLD
-            assert world is not None, "there are several ranks"
-            return indices, agreed(build, world)
-        # Stages of a pipeline come by at different times: the launcher ends them all.
-        return indices, build()
 
     def loss(
         self,
@@ -427,48 +347,7 @@ class RecordedTraining:
 
     def close(self) -> None:
         """Ends what reads ahead."""
-        for ahead in self._passes.values():
-            ahead.close()
-        self._passes.clear()
-        if self._process is not None:
-            self._process.close()
-            self._process = None
-
-    def _read(self, indices: Indices, sites: TraceSites) -> MicroBatch:
-        folder = self.folders[part_of(indices)]
-        return read_micro_batch(
-            [folder[index].sample for index in indices["sample"].tolist()],
-            folder.hints,
-            sites,
-            max_host_bytes=self._max_host_bytes,
-            num_positions=self.num_positions,
-            packed=self.recorded.pack_samples,
-        )
-
-    def _current_pass(
-        self, data_iterator: Iterator[Indices], sites: TraceSites, *, training: bool
-    ) -> RecordedPass:
-        current = self._passes.get(id(sites))
-        if current is not None and not current.is_over:
-            return current
-        if id(sites) not in self._readers:
-            self._readers[id(sites)] = [folder.with_own_reader() for folder in self.folders]
-        if self._process is None and wants_process(
-            self.recorded.hint_reader, sites.device, self.folders[0].hints
-        ):
-            self._process = HintReader(sites.device)  # One for all stages of this rank.
-        assert self.num_micro_batches is not None, "checked at the start"
-        self._passes[id(sites)] = RecordedPass(
-            data_iterator,
-            self.num_micro_batches(training),
-            self._readers[id(sites)],
-            sites,
-            max_host_bytes=self._max_host_bytes,
-            num_positions=self.num_positions,
-            packed=self.recorded.pack_samples,
-            reader=self._process,
-        )
-        return self._passes[id(sites)]
+        self._micro_batches.close()
 
     def _require_one_kind_of_rollout(self) -> None:
         for folder in self.folders:

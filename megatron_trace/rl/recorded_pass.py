@@ -1,16 +1,20 @@
-"""The micro-batches of one pass of Megatron's schedule over recorded samples, read ahead."""
+"""The micro-batches that Megatron's schedule forwards: read one by one, or a pass of them ahead."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
+import torch.distributed as dist
 
+from megatron_trace.config import RecordedConfig
 from megatron_trace.rl.exchange_folder import Samples
-from megatron_trace.training.hint_reader import HintReader
+from megatron_trace.training.hint_reader import HintReader, wants_process
 from megatron_trace.training.micro_batch import MicroBatch
-from megatron_trace.training.prefetch import MicroBatchPrefetcher
+from megatron_trace.training.over_ranks import agreed
+from megatron_trace.training.prefetch import MicroBatchPrefetcher, read_micro_batch
 from megatron_trace.training.sites import TraceSites
 
 # What Megatron's iterator gives: int64 [B] each of "part" (always the same one) and "sample".
@@ -106,3 +110,117 @@ class RecordedPass:
     def close(self) -> None:
         """Ends the reading ahead."""
         self._prefetcher.close()
+
+
+class RecordedMicroBatches:
+    """The micro-batches of all stages on this rank; `close` it at the end.
+
+    Args:
+        folders: The folders by part.
+        recorded: How they are read.
+        num_positions: As of `MicroBatchPrefetcher`.
+        num_micro_batches: Gives how many micro-batches Megatron's next pass will forward, of
+            whether it trains; read by prefetch only.
+
+    Attributes:
+        max_host_bytes: Most bytes of hints that are held; None without a bound.
+
+    Raises:
+        ValueError: Prefetch has no `num_micro_batches`.
+    """
+
+    def __init__(
+        self,
+        folders: Sequence[Samples],
+        recorded: RecordedConfig,
+        *,
+        num_positions: int | None,
+        num_micro_batches: Callable[[bool], int] | None,
+    ) -> None:
+        if recorded.prefetch and num_micro_batches is None:
+            raise ValueError("prefetch needs num_micro_batches: the end of each pass")
+        bound = recorded.hint_memory_mb
+        self.max_host_bytes = None if bound is None else bound * 2**20
+        self._folders = folders
+        self._recorded = recorded
+        self._num_positions = num_positions
+        self._num_micro_batches = num_micro_batches
+        # Of each stage on this rank, by the identity of its sites.
+        self._readers: dict[int, list[Samples]] = {}
+        self._passes: dict[int, RecordedPass] = {}
+        self._process: HintReader | None = None
+
+    def next(
+        self, data_iterator: Iterator[Indices], sites: TraceSites, *, training: bool
+    ) -> tuple[Indices, MicroBatch]:
+        """Gives the next micro-batch of a stage, and the indices of its samples; a collective.
+
+        With prefetch, its first call in a pass takes all indices of the pass from the iterator; see
+        `RecordedPass` for why that is safe.
+
+        Args:
+            data_iterator: Gives `SampleIndices` in batches.
+            sites: `TraceSites` of the stage.
+            training: Whether the pass trains.
+
+        Raises:
+            LookupError: A hint is missing, and `missing_hints` is `error`.
+            ValueError: A sample does not fit the model or its hints.
+        """
+        if self._recorded.prefetch:
+            current = self._current_pass(data_iterator, sites, training=training)
+            indices, build = current.next_indices(data_iterator), current.next_micro_batch
+        else:
+            indices = next(data_iterator)
+            build = partial(self._read, indices, sites)
+        if sites.groups.pp.size() == 1 and dist.get_world_size() > 1:
+            world = dist.group.WORLD
+            assert world is not None, "there are several ranks"
+            return indices, agreed(build, world)
+        # Stages of a pipeline come by at different times: the launcher ends them all.
+        return indices, build()
+
+    def close(self) -> None:
+        """Ends what reads ahead."""
+        for ahead in self._passes.values():
+            ahead.close()
+        self._passes.clear()
+        if self._process is not None:
+            self._process.close()
+            self._process = None
+
+    def _read(self, indices: Indices, sites: TraceSites) -> MicroBatch:
+        folder = self._folders[part_of(indices)]
+        return read_micro_batch(
+            [folder[index].sample for index in indices["sample"].tolist()],
+            folder.hints,
+            sites,
+            max_host_bytes=self.max_host_bytes,
+            num_positions=self._num_positions,
+            packed=self._recorded.pack_samples,
+        )
+
+    def _current_pass(
+        self, data_iterator: Iterator[Indices], sites: TraceSites, *, training: bool
+    ) -> RecordedPass:
+        current = self._passes.get(id(sites))
+        if current is not None and not current.is_over:
+            return current
+        if id(sites) not in self._readers:
+            self._readers[id(sites)] = [folder.with_own_reader() for folder in self._folders]
+        if self._process is None and wants_process(
+            self._recorded.hint_reader, sites.device, self._folders[0].hints
+        ):
+            self._process = HintReader(sites.device)  # One for all stages of this rank.
+        assert self._num_micro_batches is not None, "checked at the start"
+        self._passes[id(sites)] = RecordedPass(
+            data_iterator,
+            self._num_micro_batches(training),
+            self._readers[id(sites)],
+            sites,
+            max_host_bytes=self.max_host_bytes,
+            num_positions=self._num_positions,
+            packed=self._recorded.pack_samples,
+            reader=self._process,
+        )
+        return self._passes[id(sites)]

@@ -13,7 +13,7 @@ import torch
 from megatron.core import dist_checkpointing
 
 from megatron_trace.rl.html_report.page import page
-from megatron_trace.rl.html_report.runs import find_runs
+from megatron_trace.rl.html_report.runs import find_runs, read_run
 from megatron_trace.rl.metrics_log import read_metrics
 from megatron_trace.rl.tasks import save_tasks
 from megatron_trace.testing.programs import load_program, torchrun
@@ -225,13 +225,21 @@ def test_a_checkpoint_of_two_expert_parallel_ranks_loads_into_one(folder, traine
 @pytest.mark.slow
 def test_an_alarm_stops_megatrons_loop_with_a_checkpoint_that_goes_on(folder, trained):
     """The entropy is below any such threshold, so that the first step raises it."""
-    flags = training("start", "stopped", "2", fresh=True, more="--trace-alarms entropy=99:stop")
+    log = folder / "logs" / "stopped"
+    more = f"--trace-metrics-dir {log}"
+    flags = training("start", "stopped", "2", fresh=True, more=more)
+    flags += " --trace-alarms entropy=99:stop"
     output = run("pretrain_trace.py", flags, folder, ranks=2, fails=True)
     assert output.count("stopped after iteration 1, as entropy is ") == 1
     assert "(threshold 99); the checkpoint is in stopped" in output
     assert sorted(iterations(output)) == [1]
     assert sorted(path.name for path in (folder / "stopped").glob("iter_*")) == ["iter_0000001"]
-    run("pretrain_trace.py", training("stopped", "stopped", "2"), folder, ranks=2)
+    stopped = read_run(log)
+    assert stopped.status == "stopped after 1 of 4 steps"
+    assert stopped.reason.startswith("stopped after iteration 1, as entropy is ")
+    assert [alarm["alarm"] for alarm in stopped.records[0]["alarms"]] == ["entropy"]
+    run("pretrain_trace.py", training("stopped", "stopped", "2", more=more), folder, ranks=2)
+    assert read_run(log).status == "finished, 4 of 4 steps"
     states = [tensors(folder / name / "iter_0000004") for name in ("whole", "stopped")]
     assert states[0].keys() == states[1].keys()
     for name, tensor in states[0].items():
@@ -242,13 +250,16 @@ def test_an_alarm_stops_megatrons_loop_with_a_checkpoint_that_goes_on(folder, tr
 def test_steps_with_nan_are_skipped_until_there_are_too_many(folder):
     """A learning rate that leaves weights of about 1e30: all steps after the first are NaN."""
     flags = training("start", "", "1", fresh=True, more="--lr 1e30 --trace-max-skipped-steps 1")
-    flags += " --train-iters 9 --save broken --save-interval 1"
+    flags += " --train-iters 9 --save broken --save-interval 1 --trace-metrics-dir logs/broken"
     output = run("pretrain_trace.py", flags, folder, fails=True)
     assert "stopped after iteration 3, as non_finite is 2 (threshold 1)" in output
     first, last = (tensors(folder / "broken" / f"iter_000000{n}") for n in (1, 3))
     assert first.keys() == last.keys()
     changed = [name for name, tensor in first.items() if not torch.equal(tensor, last[name])]
     assert [name for name in changed if "rng" not in name] == []
+    records = read_run(folder / "logs" / "broken").records
+    assert [record["skipped_updates"] for record in records] == [0, 1, 1]
+    assert [record["alarms"][0]["action"] for record in records[1:]] == ["warn", "stop"]
 
 
 @pytest.mark.slow
@@ -286,8 +297,28 @@ def test_prompts_that_are_rolled_out_again_into_the_same_folder_are_refused(fold
 @pytest.mark.slow
 def test_random_weights_instead_of_the_rollouts_stop_after_the_first_step(folder):
     """Megatron trains on from random weights where --load has no checkpoint."""
-    flags = training("nowhere", "", "1", fresh=True)
+    flags = training("nowhere", "", "1", fresh=True, more="--trace-metrics-dir logs/random")
     output = run("pretrain_trace.py", flags, folder, fails=True)
     assert "the guard rejected" in output
     assert "--trace-guard-max-rejected-rows" in output
+    crashed = read_run(folder / "logs" / "random")
+    assert crashed.status == "crashed after 1 of 4 steps"
+    assert crashed.reason.startswith("RuntimeError: the last training or evaluation step")
+    assert crashed.records[0]["health"]["guard_rejections"] > 0.5
     assert sorted(iterations(output)) == [1]
+
+
+@pytest.mark.slow
+def test_a_run_that_is_left_off_goes_on_and_then_has_nothing_to_do(folder):
+    log = folder / "logs" / "left"
+    more = f"--trace-metrics-dir {log} --exit-interval 3"
+    for load, fresh, status in (
+        ("start", True, "left off after 3 of 4 steps"),
+        ("left", False, "finished, 4 of 4 steps"),
+        ("left", False, "finished, 4 of 4 steps"),
+    ):
+        output = run(
+            "pretrain_trace.py", training(load, "left", "1", fresh=fresh, more=more), folder
+        )
+        assert read_run(log).status == status
+    assert "all 4 iterations were done before" in output

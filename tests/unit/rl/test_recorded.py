@@ -136,7 +136,7 @@ def test_a_pass_that_ends_early_is_noticed_at_the_next_one(training, model):
 @pytest.mark.parametrize("prefetch", [False, True])
 def test_hints_beyond_the_bound_are_refused(training, model, prefetch, monkeypatch):
     small = training(prefetch=prefetch, hint_memory_mb=1)
-    monkeypatch.setattr(small, "_max_host_bytes", 100)
+    monkeypatch.setattr(small._micro_batches, "max_host_bytes", 100)
     with pytest.raises(ValueError, match="but at most 100 may be held"):
         small.forward_step(Batches(), model)
 
