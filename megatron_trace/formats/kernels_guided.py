@@ -292,12 +292,13 @@ def _scale_of(
 
 def _new_plan(kind: tuple, x: torch.Tensor) -> _Plan:
     """Gives what calls of a kind have in common, and keeps it."""
-    _, _, length, number_format, num_bits, dtype, slots, scale_kind, launch, *_ = kind
+    _, _, length, number_format, num_bits, dtype, slots, scale_kind, launch, *absent = kind
+    has_no_order, _, _, has_no_codes = absent
     require_input(x, number_format.block_size)
     require_num_bits(num_bits, number_format.code_bits)
     require_length(length)
     row_octets = length // 8
-    launch = launch or _fastest(row_octets)
+    launch = launch or _fastest(row_octets, ordered=not has_no_order)
     if scale_kind == "rows":
         # A program has one global scale.
         launch = RowLaunch(32 * launch.num_warps, launch.num_warps, launch.tiles)
@@ -309,7 +310,7 @@ def _new_plan(kind: tuple, x: torch.Tensor) -> _Plan:
     constants = {
         "NUM_BITS": num_bits,
         "CODE_BITS": number_format.code_bits,
-        "CODES": not kind[-1],
+        "CODES": not has_no_codes,
         "SLOTS": slots,
         "SCALE": scale_kind,
         **of_format,
@@ -331,15 +332,13 @@ def _new_plan(kind: tuple, x: torch.Tensor) -> _Plan:
     return plan
 
 
-def _fastest(row_octets: int) -> RowLaunch:
-    """Gives the launch for rows of some octets: docs/measurements.md."""
-    if row_octets <= 64:
-        # A block of MX formats has 4 octets.
-        lanes = min(32, max(4, triton.next_power_of_2(row_octets)))
-        return RowLaunch(lanes=lanes, num_warps=4, tiles=2)
-    if row_octets <= 512:
-        return RowLaunch(lanes=64, num_warps=2, tiles=4)
-    return RowLaunch(lanes=256, num_warps=8, tiles=4)
+def _fastest(row_octets: int, *, ordered: bool) -> RowLaunch:
+    """Gives the launch that was fastest on an H200: docs/measurements.md."""
+    # A block of MX formats has 4 octets.
+    lanes = max(4, triton.next_power_of_2(row_octets))
+    if ordered:
+        return RowLaunch(lanes=min(16, lanes), num_warps=2, tiles=4)
+    return RowLaunch(lanes=min(32, lanes), num_warps=1, tiles=4)
 
 
 def _mismatch(

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from megatron_trace.formats import NUMBER_FORMATS
+from megatron_trace.formats import NUMBER_FORMATS, kernels_guided
+from megatron_trace.formats.kernels_guided_rows import guided_kernel
 from megatron_trace.hints.guard import THRESHOLDS
 from megatron_trace.hints.guided import guided_values
 from megatron_trace.testing.hard_inputs import hard_inputs
@@ -28,6 +29,19 @@ def test_interpreted_kernel_judges_and_rounds_as_torch(run_program, formats, dty
 def test_kernel_judges_and_rounds_as_torch(run_program, fmt: str, dtype: str) -> None:
     printed = run_program("interpreted_guided.py", fmt, "cuda", dtype, interpret=False)
     assert printed == f"{[WHOLE_BLOCKS]} inputs"
+
+
+def test_a_compiled_kernel_gets_its_arguments_in_its_order() -> None:
+    x = torch.ones(2, 64)
+    kind = (-1, x.dtype, 64, NUMBER_FORMATS["mxfp8"], 1, None, 1, "none", None, *(False,) * 4)
+    constants = list(kernels_guided._new_plan(kind, x).constants)
+    assert guided_kernel.arg_names[-len(constants) :] == constants
+    assert guided_kernel.arg_names[10 : -len(constants)] == [
+        "num_rows",
+        "max_scale_steps",
+        "max_far_blocks",
+        "min_parity_agreement",
+    ]
 
 
 def test_the_kernel_says_why_it_cannot_run_on_a_cpu() -> None:
