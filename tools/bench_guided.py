@@ -126,7 +126,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--rows", type=int, nargs="+", default=[8192, 32768], help="tokens")
     parser.add_argument("--sweep", action="store_true", help="measure every launch")
     parser.add_argument("--rep-ms", type=int, default=60, help="how long each is measured")
-    parser.add_argument("--host-calls", type=int, default=2000)
+    # As many as are queued before the host waits for the GPU.
+    parser.add_argument("--host-calls", type=int, default=500)
     parser.add_argument("--out", type=Path, help="file of the report, JSON")
     return parser.parse_args()
 
