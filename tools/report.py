@@ -27,6 +27,8 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("report.html"))
     parser.add_argument("--title", default="Reinforcement learning runs")
     args = parser.parse_args()
+    if args.output.is_dir():
+        parser.error(f"--output {args.output} is a folder; name the file to be written")
     runs = find_runs(args.folders)
     text = page(runs, title=args.title, made=datetime.now(UTC))
     try:

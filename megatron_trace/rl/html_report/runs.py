@@ -72,11 +72,12 @@ def find_runs(paths: Sequence[Path]) -> list[RunFolder]:
         paths: Folders of runs, or folders above them. One without any run, or that does not exist,
             stands for a run of which nothing is there.
     """
-    folders: dict[Path, None] = {}
+    folders: dict[Path, Path] = {}  # By what they are, whatever links and names lead there.
     for path in paths:
-        below = list(_run_folders(path)) if path.is_dir() else []
-        folders |= dict.fromkeys(below or [path])
-    runs = [read_run(folder) for folder in folders]
+        below = list(_run_folders(path, set())) if path.is_dir() else []
+        for folder in below or [path]:
+            folders.setdefault(folder.resolve(), folder)
+    runs = [read_run(folder) for folder in folders.values()]
     _tell_apart(runs)
     # Repetitions stand together; names keep the order in which they first came.
     names = list(dict.fromkeys(run.name for run in runs))
@@ -104,7 +105,10 @@ def read_run(folder: Path) -> RunFolder:
     return run
 
 
-def _run_folders(path: Path) -> Iterator[Path]:
+def _run_folders(path: Path, seen: set[Path]) -> Iterator[Path]:
+    if path.resolve() in seen:  # A link that leads back.
+        return
+    seen.add(path.resolve())
     names = {child.name for child in path.iterdir()}
     if TRAINING_FOLDER in names:
         yield path / TRAINING_FOLDER
@@ -115,7 +119,7 @@ def _run_folders(path: Path) -> Iterator[Path]:
         return
     for child in sorted(path.iterdir()):
         if child.is_dir() and not _IGNORED.fullmatch(child.name):
-            yield from _run_folders(child)
+            yield from _run_folders(child, seen)
 
 
 def _tell_apart(runs: list[RunFolder]) -> None:

@@ -112,6 +112,13 @@ def test_a_folder_given_twice_is_one_run(write_run, tmp_path):
     assert len(find_runs([folder, tmp_path])) == 1
 
 
+def test_a_run_that_links_lead_to_is_one_run(write_run, tmp_path):
+    folder = write_run("seed-0/qat", [])
+    (tmp_path / "loop").symlink_to(tmp_path)
+    (tmp_path / "link").symlink_to(folder)
+    assert len(find_runs([tmp_path, tmp_path / "link", tmp_path / "loop" / "seed-0"])) == 1
+
+
 def test_the_largest_number_below_an_object_counts_and_nan_is_none():
     curve = Curve(("health", "d_act"), "", "", "")
     assert curve.of({"health": {"d_act": {"fc1": {"0": 0.5, "1": math.nan}, "k": {"0": 2}}}}) == 2
