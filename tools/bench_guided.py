@@ -99,8 +99,7 @@ def main() -> None:
     report: dict = {"device": torch.cuda.get_device_name(), "places": {}, "host_us": {}}
     print(report["device"], flush=True)
     wrong: list[str] = []
-    if arguments.sweep:
-        compile_all(arguments.formats)
+    compile_all(arguments.formats, arguments.sweep)
     for name in arguments.formats:
         for rows, length, ordered in _sizes(arguments.rows):
             place = make_place(NUMBER_FORMATS[name], rows, length, ordered=ordered)
@@ -132,24 +131,27 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def compile_all(formats: list[str]) -> None:
+def compile_all(formats: list[str], sweep: bool) -> None:
     """Fills Triton's cache in several processes: one takes minutes."""
     jobs = [
         (name, length, ordered, launch)
         for name in formats
         for _, length, ordered in _sizes([16])
-        for launch in LAUNCHES[length]
+        for launch in (None, *(LAUNCHES[length] if sweep else ()))
     ]
     began = time.perf_counter()
     with multiprocessing.get_context("spawn").Pool(PROCESSES) as pool:
-        pool.starmap(_compile, jobs, chunksize=4)
+        pool.starmap(_compile, jobs, chunksize=2)
     print(f"{len(jobs)} kernels compiled in {time.perf_counter() - began:.0f} s", flush=True)
 
 
-def _compile(name: str, length: int, ordered: bool, launch: RowLaunch) -> None:
+def _compile(name: str, length: int, ordered: bool, launch: RowLaunch | None) -> None:
     place = make_place(NUMBER_FORMATS[name], 16, length, ordered=ordered, copies=1)
     rejected = torch.zeros(1, dtype=torch.int64, device="cuda")
     fused(place, place.values[0], rejected, launch)
+    if launch is None:
+        fused(place, place.values[0], rejected, codes=True)
+        replaced(place, place.values[0])
 
 
 def _sizes(tokens: list[int]) -> Iterator[tuple[int, int, bool]]:
