@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_trace.hints.folders import HintFolders
 from megatron_trace.hints.settings_file import load_settings
 from megatron_trace.rl.exchange import RUN_FILE, Batch, Exchange
-from megatron_trace.rl.rollout_folder import Reward, RewardedSample, RolloutFolder, advantages_of
+from megatron_trace.rl.rollout_folder import (
+    Reward,
+    RewardedSample,
+    RolloutFolder,
+    advantages_of,
+    groups_with_spread,
+)
 from megatron_trace.rl_config import LossConfig
 
 
@@ -37,6 +44,15 @@ def open_samples(
     return ExchangeFolder(
         Exchange(folder), loss, quantised=quantised, drop_without_spread=drop_without_spread
     )
+
+
+@dataclass(frozen=True)
+class _ScoredBatch:
+    """A complete batch, with the advantages of its samples and its groups whose rewards differ."""
+
+    batch: Batch
+    advantages: dict[str, float]
+    with_spread: frozenset[str]
 
 
 class ExchangeFolder:
@@ -82,7 +98,7 @@ class ExchangeFolder:
         self.folder = exchange.folder
         self.settings = load_settings(exchange.wait_for_settings()) if quantised else None
         self.hints = HintFolders()
-        self._batches: dict[int, tuple[Batch, dict[str, float]]] = {}
+        self._batches: dict[int, _ScoredBatch] = {}
 
     def __len__(self) -> int:
         """Samples of the whole run."""
@@ -106,22 +122,25 @@ class ExchangeFolder:
             PausedError: See `__getitem__`, as the next one.
             RuntimeError: The sample is of a version beyond the bound, or of a later one.
         """
-        batch, name = self._batch_of(index), self._reward_of(index).sample_id
+        batch, name = self._scored(index).batch, self._reward_of(index).sample_id
         self.hints.sources[name] = self.exchange.folder / batch.folder
         return name
 
     def advantage(self, index: int) -> float:
         """Gives a sample's advantage without reading its file."""
-        _, advantages = self._batch(index // self.exchange.settings.samples_per_batch)
-        return advantages[self._reward_of(index).sample_id]
+        return self._scored(index).advantages[self._reward_of(index).sample_id]
 
     def reward(self, index: int) -> float:
         """Gives a sample's reward without reading its file."""
         return self._reward_of(index).reward
 
+    def has_spread(self, index: int) -> bool:
+        """Says whether the rewards of a sample's group differ."""
+        return self._reward_of(index).group in self._scored(index).with_spread
+
     def lag(self, index: int) -> int:
         """Gives by how many versions a sample is older than the weights that its step trains."""
-        batch = self._batch_of(index)
+        batch = self._scored(index).batch
         return batch.number // self.exchange.settings.batches_per_step - batch.policy_version
 
     def require_fitting(
@@ -168,13 +187,13 @@ class ExchangeFolder:
         other.hints, other._batches = HintFolders(), {}
         return other
 
-    def _batch_of(self, index: int) -> Batch:
-        return self._batch(index // self.exchange.settings.samples_per_batch)[0]
-
     def _reward_of(self, index: int) -> Reward:
-        return self._batch_of(index).rewards[index % self.exchange.settings.samples_per_batch]
+        rewards = self._scored(index).batch.rewards
+        return rewards[index % self.exchange.settings.samples_per_batch]
 
-    def _batch(self, number: int) -> tuple[Batch, dict[str, float]]:
+    def _scored(self, index: int) -> _ScoredBatch:
+        """Gives the batch of a sample; waits for it."""
+        number = index // self.exchange.settings.samples_per_batch
         if number not in self._batches:
             batch = self.exchange.wait_for_batch(number)
             step = number // self.exchange.settings.batches_per_step
@@ -186,8 +205,10 @@ class ExchangeFolder:
                 )
             for old in [n for n in self._batches if n < number - 2 * self._batches_kept]:
                 del self._batches[old]
-            advantages = advantages_of({r.sample_id: r for r in batch.rewards})
-            self._batches[number] = (batch, advantages)
+            rewards = {reward.sample_id: reward for reward in batch.rewards}
+            advantages = advantages_of(rewards)
+            spread = groups_with_spread(rewards, advantages)
+            self._batches[number] = _ScoredBatch(batch, advantages, spread)
         return self._batches[number]
 
     @property

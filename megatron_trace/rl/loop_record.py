@@ -38,10 +38,12 @@ class SampleOrigin:
         rewards: Reward of each.
         lags: Policy versions by which each is older than the weights it trains; none where samples
             have no step of their own.
+        spreads: Whether the rewards of the group of each differ.
     """
 
     rewards: tuple[float, ...]
     lags: tuple[int, ...] = ()
+    spreads: tuple[bool, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,7 @@ class SampleSums(Sums):
         reward: Sum of their rewards.
         tokens: Their sampled tokens.
         dropped: Samples that an alarm left out.
+        with_spread: Samples of groups whose rewards differ.
         lag: Sum of their lags.
         num_lagged: Samples whose lag is known.
     """
@@ -61,6 +64,7 @@ class SampleSums(Sums):
     reward: float = 0.0
     tokens: int = 0
     dropped: int = 0
+    with_spread: int = 0
     lag: int = 0
     num_lagged: int = 0
 
@@ -180,6 +184,7 @@ class StepMeasures:
                 reward=math.fsum(origin.rewards),
                 tokens=sum(lengths),
                 dropped=int(out.sum()),
+                with_spread=sum(origin.spreads),
                 lag=sum(lags),
                 num_lagged=len(lags),
             )
@@ -190,6 +195,7 @@ class StepMeasures:
         of_samples = {
             "samples": int(sums.num_samples),
             "reward": sums.reward / sums.num_samples,
+            "groups_with_spread": sums.with_spread / sums.num_samples,
             "response_tokens": sums.tokens / sums.num_samples,
             "response_tokens_max": int(longest),
             "dropped_samples": int(sums.dropped),

@@ -161,8 +161,11 @@ class RecordedTraining:
             )
         folder, numbers = self.folders[part_of(indices)], indices["sample"].tolist()
         advantages = torch.tensor([folder.advantage(n) for n in numbers], device=sites.device)
-        lags = tuple(lag for n in numbers if (lag := folder.lag(n)) is not None)
-        origin = SampleOrigin(tuple(folder.reward(n) for n in numbers), lags)
+        origin = SampleOrigin(
+            rewards=tuple(map(folder.reward, numbers)),
+            lags=tuple(lag for lag in map(folder.lag, numbers) if lag is not None),
+            spreads=tuple(map(folder.has_spread, numbers)),
+        )
         replay = self.recorded.replay_routing and sites.shape.num_experts > 0
         with sites.micro_batch(micro_batch, replay_routing=replay):
             output = forward_micro_batch(model, sites, micro_batch)

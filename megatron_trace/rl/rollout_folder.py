@@ -204,6 +204,7 @@ class RolloutFolder:
             )
         self._rewards = {name: rewards[name] for name in self._sample_ids}
         self._advantages = advantages_of(self._rewards)
+        self._with_spread = groups_with_spread(self._rewards, self._advantages)
         self.without_spread: tuple[str, ...] = ()
         self.stale: tuple[str, ...] = ()
 
@@ -235,6 +236,10 @@ class RolloutFolder:
         """Gives a sample's reward without reading its file."""
         return self._rewards[self._sample_ids[index]].reward
 
+    def has_spread(self, index: int) -> bool:
+        """Says whether the rewards of a sample's group differ."""
+        return self._rewards[self._sample_ids[index]].group in self._with_spread
+
     def lag(self, index: int) -> int | None:
         """Gives None: a sample of recorded rollouts belongs to no step of its own."""
         return None
@@ -253,12 +258,11 @@ class RolloutFolder:
         """
         versions = {name: self.hints.policy_version(name) for name in self._sample_ids}
         fresh = set(fresh_samples(versions, max(versions.values()), config))
-        spread = {
-            name for name in self._sample_ids if self._advantages[name] or not drop_without_spread
+        of_groups = {
+            name
+            for name in self._sample_ids
+            if self._rewards[name].group in self._with_spread or not drop_without_spread
         }
-        # A sample of a group with spread may have exactly the mean reward.
-        groups = {self._rewards[name].group for name in spread}
-        of_groups = {name for name in self._sample_ids if self._rewards[name].group in groups}
         other = copy.copy(self)
         other.stale = tuple(name for name in self._sample_ids if name not in fresh)
         other.without_spread = tuple(name for name in self._sample_ids if name not in of_groups)
@@ -319,3 +323,10 @@ def advantages_of(rewards: Mapping[str, Reward]) -> dict[str, float]:
             member.sample_id: value for member, value in zip(members, values.tolist(), strict=True)
         }
     return advantages
+
+
+def groups_with_spread(
+    rewards: Mapping[str, Reward], advantages: Mapping[str, float]
+) -> frozenset[str]:
+    """Gives the groups whose rewards differ; a sample of one may have exactly the mean reward."""
+    return frozenset(rewards[name].group for name, advantage in advantages.items() if advantage)

@@ -211,6 +211,7 @@ def test_advantages_are_relative_to_the_group(exchange):
     assert len(samples) == 16
     assert samples.advantage(0) == -samples.advantage(1) < 0
     assert [samples.reward(index) for index in range(4)] == [0.0, 1.0, 0.0, 1.0]
+    assert samples.has_spread(0)
 
 
 def test_a_sample_lags_by_the_versions_that_its_step_is_ahead_of_its_own(tmp_path):

@@ -191,6 +191,7 @@ def test_a_logged_step_has_what_an_rl_run_logs_also_without_alarms(forwarded):
     record = training.health.take_record()
     # Samples of three and two tokens, with rewards 0 and 1.
     assert (record["samples"], record["reward"], record["dropped_samples"]) == (2, 0.5, 0)
+    assert record["groups_with_spread"] == 1.0
     assert (record["response_tokens"], record["response_tokens_max"]) == (2.5, 3)
     assert record["gap"]["num_tokens"] == 5
     assert record["gap"]["mean"] <= record["gap"]["p99"] <= record["gap"]["max"]
@@ -217,11 +218,13 @@ def test_lags_are_logged_where_samples_have_one(groups):
     health = LoopHealth(HealthConfig(alarms=("none",)), TraceConfig(), saves=True, logs=True)
     mask, dropped = torch.ones(2, 3, dtype=torch.bool), torch.tensor([True, False])
     for lags in ((0, 2), (1, 1)):
-        health.add_samples(SampleOrigin((0.0, 1.0), lags), mask, dropped, groups)
+        origin = SampleOrigin((0.0, 1.0), lags, spreads=(True, False))
+        health.add_samples(origin, mask, dropped, groups)
     health.check(7, TraceReport())
     record = health.take_record()
     assert (record["health"]["lag_mean"], record["health"]["lag_max"]) == (1.0, 2)
     assert (record["samples"], record["dropped_samples"]) == (4, 2)
+    assert record["groups_with_spread"] == 0.5
 
 
 def test_an_evaluation_raises_no_alarm_and_drops_nothing(forwarded, model):

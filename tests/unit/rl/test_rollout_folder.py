@@ -84,6 +84,7 @@ def test_groups_without_spread_are_left_out_for_an_objective_that_drops_them(tmp
     # b has an advantage of 0, but its group has spread.
     assert [kept[n].sample.sample_id for n in range(len(kept))] == ["a", "b", "c"]
     assert kept.without_spread == ("d", "e")
+    assert [folder.has_spread(n) for n in range(5)] == [True] * 3 + [False] * 2
     assert len(folder.for_objective(LossConfig(), drop_without_spread=False)) == len(folder) == 5
 
 
