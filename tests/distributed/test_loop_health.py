@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from megatron_trace.config import TraceConfig
 from megatron_trace.hints.types import Site
 from megatron_trace.rl.loop_health import LoopHealth
+from megatron_trace.rl.loop_record import SampleOrigin
 from megatron_trace.rl.losses import LossSums
 from megatron_trace.rl_config import HealthConfig
 from megatron_trace.testing.ranks import run_ranks
@@ -39,7 +41,25 @@ def steps(rank):
     told = health.stop_reason
     if rank == 1:
         health.note_non_finite(NonFiniteError("a NaN of rank 1"))
-    return found, told, health.skips([]), health.stop_reason, health.skips([])
+    skipped = health.skips([]), health.stop_reason, health.skips([])
+    return found, told, *skipped, logged(rank, alone[rank])
+
+
+def logged(rank, alone):
+    """Logs a step of a sample on each rank, and one of a sample that both have a part of."""
+    health = LoopHealth(HealthConfig(alarms=("none",)), TraceConfig(), saves=True, logs=True)
+    records = []
+    for context_parallel in (alone, dist.group.WORLD):
+        groups = SimpleNamespace(tp=alone, cp=context_parallel)
+        with health.waiting():
+            health.add(GAPS[rank], LossSums(num_tokens=len(GAPS[rank])), groups)
+        mask = torch.ones(1, 3 + rank, dtype=torch.bool)
+        origin = SampleOrigin(rewards=(float(rank),), lags=(rank,), spreads=(True,))
+        health.add_samples(origin, mask, torch.tensor([rank == 0]), groups)
+        health.check(1, TraceReport())
+        records.append(health.take_record())
+        assert records[-1].pop("seconds")["train"] > 0
+    return records
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +80,20 @@ def test_both_ranks_raise_the_alarms_of_all_tokens(ranks):
 
 
 def test_a_nan_of_one_rank_skips_the_step_on_both_and_no_other_step(ranks):
-    _, _, skips, reason, skips_next = ranks
+    _, _, skips, reason, skips_next, _ = ranks
     assert (skips, skips_next) == (True, False)
     assert reason == "non_finite is 1 (threshold 0)"
+
+
+def test_both_ranks_log_the_step_of_all_samples_each_counted_once(ranks):
+    apart, together = ranks[-1]
+    of_samples = ("samples", "reward", "response_tokens", "response_tokens_max", "dropped_samples")
+    assert [apart[name] for name in of_samples] == [2, 0.5, 3.5, 4, 1]
+    assert [together[name] for name in of_samples] == [1, 0.0, 3.0, 3, 1]
+    assert [record["health"]["lag_max"] for record in (apart, together)] == [1, 0]
+    # Tokens are those of both ranks in either case.
+    for record in (apart, together):
+        assert (record["gap"]["num_tokens"], record["gap"]["mean"]) == (4, 0.9375)
+        assert record["gap"]["max"] == 2.0
+        assert record["gap"]["ratio_min"] == pytest.approx(math.exp(-2.0))
+        assert record["gap"]["ratio_max"] == pytest.approx(math.exp(0.5))
