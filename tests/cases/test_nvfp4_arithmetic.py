@@ -30,9 +30,10 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 @pytest.fixture
 def poisoned_memory():
     """Fills every tensor that is allocated without values with NaN, or the largest integer."""
+    mode = torch.get_deterministic_debug_mode()
     torch.use_deterministic_algorithms(True)
     yield
-    torch.use_deterministic_algorithms(False)
+    torch.set_deterministic_debug_mode(mode)
 
 
 def random_rows(num_rows: int, num_values: int, dtype: torch.dtype = torch.bfloat16):

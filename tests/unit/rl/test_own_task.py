@@ -259,7 +259,9 @@ def test_a_step_trains_on_the_rewarded_and_counts_the_others(own_run):
     assert metrics["reward_failed"] == num_failed / 16
     assert metrics["unrewarded_dropped"] == chosen.num_unrewarded
     assert metrics["reward"] == pytest.approx(rewards.nanmean().item())
-    assert metrics["grad_norm"] > 0
+    # Samples that are alike in reward have no advantage; which are drawn depends on the machine.
+    unlike = [len(row[row.isfinite()].unique()) > 1 for row in rewards]
+    assert (metrics["grad_norm"] > 0) == any(unlike)
     assert metrics["health"]["coverage"] == 1.0
 
 

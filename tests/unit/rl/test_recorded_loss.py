@@ -22,7 +22,8 @@ from megatron_trace.training.micro_batch import make_micro_batch
 
 # (prompt, response) tokens; one response is empty.
 LENGTHS = ((5, 3), (3, 0), (7, 4), (2, 6))
-ADVANTAGES = torch.tensor([0.5, 2.0, -1.0, 0.25])
+DEVICE = torch.cuda.current_device()
+ADVANTAGES = torch.tensor([0.5, 2.0, -1.0, 0.25], device=DEVICE)
 CAPPED = LossConfig(importance_cap=1.5)
 
 
@@ -75,7 +76,7 @@ def reference(rolled, logits):
 def test_the_loss_sums_over_response_tokens_and_only_these(rolled, training, micro_batch):
     generator = torch.Generator().manual_seed(1)
     shape = (*micro_batch.targets.shape, VOCAB_SIZE)
-    logits = torch.randn(shape, generator=generator).requires_grad_()
+    logits = torch.randn(shape, generator=generator).to(DEVICE).requires_grad_()
     expected_loss, gap, weights, num_tokens = reference(rolled, logits.detach())
     loss, counted, report = training.loss(micro_batch, ADVANTAGES, logits)
     assert (int(counted), counted.dtype) == (num_tokens, torch.int32) == (13, torch.int32)
@@ -94,7 +95,7 @@ def test_logits_are_divided_by_the_rollouts_temperature(rolled, folder, micro_ba
     warm = RecordedConfig(hint_dir=str(folder), temperature=2.0)
     training = RecordedTraining(TraceConfig(hint_layers="all"), warm, CAPPED)
     shape = (*micro_batch.targets.shape, VOCAB_SIZE)
-    logits = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    logits = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(DEVICE)
     loss, *_ = training.loss(micro_batch, ADVANTAGES, logits)
     assert loss.item() == pytest.approx(reference(rolled, logits / 2)[0], rel=1e-5)
 
@@ -103,7 +104,7 @@ def test_an_objective_over_sequences_divides_by_their_number(folder, micro_batch
     """Three of the four samples have a response; with old = theta each has gain A."""
     config = LossConfig(objective="gspo", correction="none")
     training = RecordedTraining(TraceConfig(), RecordedConfig(hint_dir=str(folder)), config)
-    logits = torch.randn(*micro_batch.targets.shape, VOCAB_SIZE)
+    logits = torch.randn(*micro_batch.targets.shape, VOCAB_SIZE, device=DEVICE)
     loss, number, report = training.loss(micro_batch, ADVANTAGES, logits)
     assert int(number) == 3
     assert loss.item() == pytest.approx(-(0.5 - 1.0 + 0.25), abs=1e-5)
@@ -128,7 +129,7 @@ def test_score_centering_reads_the_samples_likely_tokens(rolled, folder):
     config = LossConfig(objective="score_centering")
     training = RecordedTraining(TraceConfig(), RecordedConfig(hint_dir=str(folder)), config)
     micro_batch = make_micro_batch(samples, rolled.store, sites)
-    logits = torch.randn(*micro_batch.targets.shape, VOCAB_SIZE).requires_grad_()
+    logits = torch.randn(*micro_batch.targets.shape, VOCAB_SIZE, device=DEVICE).requires_grad_()
     training.loss(micro_batch, ADVANTAGES, logits)[0].backward()
     assert logits.grad is not None
     # d/dlogit_v: -A (w [v = y] - c_v + rest); c_v = min(p_v, 2 q_v) - p_v, as nothing is left over.
@@ -154,9 +155,9 @@ def test_the_losses_of_context_parallel_parts_add_up(training, micro_batch, monk
     """Each rank has the log-probs of whole samples, and counts its own positions."""
     monkeypatch.setattr(recorded, "logprobs_of_logits", lambda given, *_, **__: given)
     generator = torch.Generator().manual_seed(2)
-    logprobs = -torch.rand(micro_batch.loss_mask.shape, generator=generator)
+    logprobs = -torch.rand(micro_batch.loss_mask.shape, generator=generator).to(DEVICE)
     whole, num_tokens, report = training.loss(micro_batch, ADVANTAGES, logprobs)
-    positions = torch.arange(micro_batch.num_positions)
+    positions = torch.arange(micro_batch.num_positions, device=DEVICE)
     parts = []
     for own in (positions % 4 < 1, positions % 4 >= 1):
         rows = RankRows(positions[own], micro_batch.valid[own].flatten())
@@ -172,7 +173,7 @@ def test_the_losses_of_context_parallel_parts_add_up(training, micro_batch, monk
 def test_a_micro_batch_without_response_has_a_loss_of_zero(rolled, training):
     _, sites = tiny_trainer(settings=rolled.settings)
     micro_batch = make_micro_batch(rolled.samples[1:2], rolled.store, sites)
-    logits = torch.randn(*micro_batch.targets.shape, VOCAB_SIZE).requires_grad_()
+    logits = torch.randn(*micro_batch.targets.shape, VOCAB_SIZE, device=DEVICE).requires_grad_()
     loss, num_tokens, report = training.loss(micro_batch, ADVANTAGES[1:2], logits)
     loss.backward()
     assert (loss.item(), int(num_tokens)) == (0.0, 0)
