@@ -26,6 +26,7 @@ HEADER = Path(__file__).with_name("cuda_on_cpu.h")
 BODIES = {
     # fp4.cuh
     "and_or": "return (a & b) | c;",
+    "chosen_bits": "return (a & ~mask) | (b & mask);",
     "times": "return on_cpu::times(a, b);",
     "scales_of": "return on_cpu::scales_of(two_bytes);",
     "multiply_add": "on_cpu::multiply_add(c, a0, a1, a2, a3, b0, b1);",

@@ -160,7 +160,7 @@ __device__ __forceinline__ void multiply(
                     for (int run = 0; run < 2; ++run) {
                         uint32_t twice =
                             i < 2 ? low_twice(pair[m][run]) : high_twice(pair[m][run]);
-                        decode(word_of(words[m][run], i), pairs[run]);
+                        decode_by_shifts(word_of(words[m][run], i), pairs[run]);
 #pragma unroll
                         for (int j = 0; j < 4; ++j) pairs[run][j] = times(pairs[run][j], twice);
                     }
