@@ -301,10 +301,9 @@ class TraceSites:
         scope = self._scopes.current
         if scope is None or not scope.first_time(("routing", moe_layer)):
             return
-        real = scope.micro_batch.token_rows.real
-        recorded = scope.micro_batch.routing[moe_layer]
-        different = (experts.sort(-1).values != recorded.sort(-1).values).any(-1) & real
-        self._tally.add_routing(int(real.sum()), different.sum())
+        rows, recorded = scope.micro_batch.token_rows, scope.micro_batch.routing[moe_layer]
+        different = (experts.sort(-1).values != recorded.sort(-1).values).any(-1) & rows.real
+        self._tally.add_routing(rows.num_real, different.sum())
 
     # Quantisers, asked by the layers.
 

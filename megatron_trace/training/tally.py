@@ -219,12 +219,14 @@ class Tally:
         mismatch: dict[Site, CodeMismatch] = {}
         for (_, site), counts in self.code_mismatch.items():
             mismatch[site] = mismatch.get(site, CodeMismatch()) + counts
+        different = [of_layer for _, of_layer in self._routing]
         return TraceReport(
             sites={site: _site_report(sites[site]) for site in Site if site in sites},
             weight_uses=self.weight_uses.total(),
             weights_quantised=self.weights_quantised,
             routing_compared=sum(compared for compared, _ in self._routing),
-            routing_different=sum(int(different) for _, different in self._routing),
+            # Read at once: each would wait for the device.
+            routing_different=int(torch.stack(different).sum()) if different else 0,
             code_mismatch={site: mismatch[site] for site in Site if site in mismatch},
             activation_difference=dict(self.activation_difference),
         )
