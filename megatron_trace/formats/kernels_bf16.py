@@ -479,6 +479,14 @@ def near_power_of_two(x):
 
 
 @triton.jit
+def number_of_bits(word):
+    """Gives how many bits of int32 are 1."""
+    return tl.inline_asm_elementwise(
+        "popc.b32 $0, $1;", "=r,r", [word], dtype=tl.int32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
 def fma_down(a, b, c):
     return tl.inline_asm_elementwise(
         "fma.rz.f32 $0, $1, $2, $3;", "=f,f,f,f", [a, b, c], dtype=tl.float32, is_pure=True, pack=1

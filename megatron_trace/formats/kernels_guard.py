@@ -129,10 +129,10 @@ def _guard_kernel(
         )
     blocks = tl.sum(blocks, axis=0)
     bits = tl.sum(bits, axis=0)
-    tl.store(counts_ptr + row, blocks & 0xFFFF)
-    tl.store(counts_ptr + num_rows + row, blocks >> 16)
+    tl.store(counts_ptr + row, (blocks & 0xFFFF) // BLOCK)
+    tl.store(counts_ptr + num_rows + row, (blocks >> 16) // BLOCK)
     tl.store(counts_ptr + 2 * num_rows + row, bits & 0xFFFF)
-    tl.store(counts_ptr + 3 * num_rows + row, (bits >> 16) * (8 * BLOCK))
+    tl.store(counts_ptr + 3 * num_rows + row, (bits >> 16) * 8)
 
 
 @triton.jit
@@ -158,7 +158,7 @@ def _counts_of_row(
         inside = tl.arange(0, T) + tile * T < row_octets
         # The values are not computed.
         _, of_blocks, of_bits = judged(
-            x, hint, scale, max_scale_steps, NUM_BITS, FORMAT, RULE, PAIRS, False, BLOCK, T
+            x, hint, scale, max_scale_steps, NUM_BITS, FORMAT, RULE, PAIRS, False, T
         )
         blocks += tl.where(inside, of_blocks, 0)
         bits += tl.where(inside, of_bits, 0)
@@ -166,10 +166,11 @@ def _counts_of_row(
 
 
 @triton.jit
-def accepts(blocks, bits, max_far_blocks, min_parity_agreement, BLOCK: tl.constexpr):
+def accepts(blocks, bits, max_far_blocks, min_parity_agreement):
     """Says whether the guard accepts rows, of the sums of what `judged` counts in each."""
+    # Of octets instead of blocks, which does not change their share.
     far, num_blocks = blocks & 0xFFFF, blocks >> 16
-    agreeing, num_bits = bits & 0xFFFF, (bits >> 16) * (8 * BLOCK)
+    agreeing, num_bits = bits & 0xFFFF, (bits >> 16) * 8
     far_share = tl.div_rn(far.to(tl.float32), tl.maximum(num_blocks, 1).to(tl.float32))
     parity = tl.div_rn(agreeing.to(tl.float32), tl.maximum(num_bits, 1).to(tl.float32))
     parity = tl.where(num_bits == 0, 1.0, parity)
@@ -187,7 +188,6 @@ def judged(
     RULE: tl.constexpr,
     PAIRS: tl.constexpr,
     CODES: tl.constexpr,
-    BLOCK: tl.constexpr,
     T: tl.constexpr,
 ):
     """Gives a tile guided by its hint, and what the guard counts in it.
@@ -202,34 +202,30 @@ def judged(
         RULE: See there.
         PAIRS: See there.
         CODES: Whether to give codes instead of values.
-        BLOCK: See there.
         T: Octets.
 
     Returns:
         out: What `tiles.guided` gives.
-        blocks: int32 [T], in the first octet of a block, whether it is far, and in the upper 16
-            bits, whether it counts.
-        bits: int32 [T], lowest bits that agree, and in the upper 16 bits, in the first octet of a
-            block, whether those of the block count.
+        blocks: int32 [T], whether the octet's block is far, and in the upper 16 bits, whether it
+            counts.
+        bits: int32 [T], lowest bits that agree, and in the upper 16 bits, whether they count.
     """
     word, byte = hint
     if PAIRS and (FORMAT == "nvfp4" or FORMAT == "nvfp4_4over6"):
         out, lowest = bf16.guided(x, word, byte, scale, NUM_BITS, T, CODES)
         counted = byte != 0
         same = lowest ^ lowest_bits_of(word, NUM_BITS)
-        agreeing = tl.where(counted, 8 - _number_of_bits(same), 0)
+        agreeing = tl.where(counted, 8 - bf16.number_of_bits(same), 0)
     else:
         out = tiles.guided(x, hint, scale, NUM_BITS, FORMAT, 0, PAIRS, CODES, T)
         values = bf16.unpaired(x, T) if PAIRS else x
         agreeing, counted = _agreeing_octets(values, word, byte, scale, NUM_BITS, FORMAT)
     distance = _distance(x, byte, scale, FORMAT, RULE, PAIRS, T)
-    # Of a block, its first octet tells.
-    tells = tl.arange(0, T) % BLOCK == 0
-    known = tells & ((distance != 0) | (byte != 0))
-    far = tells & (distance > max_scale_steps)
-    # Two counts in a register: a row has less than 2^16 values, and 2^12 blocks.
+    known = (distance != 0) | (byte != 0)
+    far = distance > max_scale_steps
+    # Two counts in a register: a row has less than 2^16 values, and 2^13 octets.
     blocks = far.to(tl.int32) | (known.to(tl.int32) << 16)
-    return out, blocks, agreeing | ((tells & counted).to(tl.int32) << 16)
+    return out, blocks, agreeing | (counted.to(tl.int32) << 16)
 
 
 @triton.jit
@@ -282,10 +278,3 @@ def lowest_bits_of(word, NUM_BITS: tl.constexpr):
         word = (word | (word >> 6)) & 0x000F000F
         word = (word | (word >> 12)) & 0x000000FF
     return word
-
-
-@triton.jit
-def _number_of_bits(byte):
-    byte -= (byte >> 1) & 0x55
-    byte = (byte & 0x33) + ((byte >> 2) & 0x33)
-    return (byte + (byte >> 4)) & 0x0F

@@ -193,6 +193,8 @@ def _guide(
     pointers, or nothing. The mask, bool or bool [T], says which rows are to be read and stored.
     """
     x_ptr, hint_ptr, scale_bytes_ptr, place, hint_place, lane, global_scale = given
+    # Octets of whole tiles need not be compared with it.
+    END: tl.constexpr = ROW_OCTETS if ROW_OCTETS < LANES * LOOPS * TILES else 1 << 30
     max_scale_steps, max_far_blocks, min_parity_agreement = limits
     blocks = tl.zeros((T,), tl.int32)
     bits = tl.zeros((T,), tl.int32)
@@ -202,7 +204,7 @@ def _guide(
         hints = ()
         for tile in tl.static_range(TILES):
             at = start + tile * LANES
-            inside = mask & (lane + at < ROW_OCTETS)
+            inside = mask & (lane + at < END)
             values += (tiles.load_octets(x_ptr, place + at, inside, PAIRS),)
             hints += (
                 octets.load_hints(
@@ -211,7 +213,7 @@ def _guide(
             )
         for tile in tl.static_range(TILES):
             at = start + tile * LANES
-            inside = mask & (lane + at < ROW_OCTETS)
+            inside = mask & (lane + at < END)
             out, of_blocks, of_bits = judged(
                 values[tile],
                 hints[tile],
@@ -222,7 +224,6 @@ def _guide(
                 RULE,
                 PAIRS,
                 CODES,
-                BLOCK,
                 T,
             )
             blocks += tl.where(inside, of_blocks, 0)
@@ -234,7 +235,6 @@ def _guide(
         _sum_of_row(bits, LANES, T),
         max_far_blocks,
         min_parity_agreement,
-        BLOCK,
     )
 
 

@@ -169,6 +169,9 @@ _INSTRUCTIONS = {
     "near_power_of_two": _Emulated(
         lambda x: np.exp2(x.astype(np.float64)).astype(np.float32), tl.float32
     ),
+    "number_of_bits": _Emulated(
+        lambda word: np.bitwise_count(word.view(np.uint32)).astype(np.int32), tl.int32
+    ),
     "fma_down": _Emulated(_fma_down, tl.float32),
     "fma_up": _Emulated(_fma_up, tl.float32),
     "e4m3": _Emulated(_e4m3, tl.int32, tl.float32),
