@@ -81,12 +81,11 @@ def guided_kernel(
     x_ptr += first * (ROW_OCTETS * 8)
     STORES: tl.constexpr = out_ptr is not None
     if CODES:
-        out_ptr = _as_words(out_ptr, CODE_BITS) + first * (
-            ROW_OCTETS * (8 if CODE_BITS == 8 else 1)
-        )
+        out_ptr = _as_words(out_ptr, CODE_BITS)
         out_bytes_ptr += first * (ROW_OCTETS // BLOCK)
-    elif STORES:
-        out_ptr += first * (ROW_OCTETS * 8)
+    if STORES:
+        # An octet is 8 values, or 8 codes of 8 bits, or a word.
+        out_ptr += first * (ROW_OCTETS * (1 if CODES and CODE_BITS == 4 else 8))
     hint_ptr = _as_words(hint_ptr, NUM_BITS)
     place = (thread // LANES) * ROW_OCTETS + lane
     hint_place = hint_row.to(tl.int64) * ROW_OCTETS + lane
