@@ -81,10 +81,20 @@ class Judge:
                     )
         self.judge_goes_on()
         self.judge_digests()
-        compared = self.logs.text("job").count("has the digest of its rollouts")
-        if self.logs.ended_well("job") and compared < self.steps:
-            self.problems.append(f"job: weights were compared in {compared} steps only")
+        self.judge_job()
         return first
+
+    def judge_job(self) -> None:
+        """Looks whether the job compared its weights in each step, and changed them."""
+        if not self.logs.ended_well("job"):
+            return
+        text = self.logs.text("job")
+        rolled_out = re.findall(r"version \d+ has the digest of its rollouts, (\w+)", text)
+        if len(rolled_out) < self.steps:
+            self.problems.append(f"job: weights were compared in {len(rolled_out)} steps only")
+        trained = re.findall(r"^  version \d+ has digest (\w+)", text, re.M)
+        if same := set(rolled_out) & set(trained[-1:]):
+            self.problems.append(f"job: no step changed the quantised weights, {same.pop()}")
 
     def judge_trainer(self, name: str, first: dict[str, dict[str, float]]) -> None:
         """Looks at a trainer's steps and at how rows were rounded."""

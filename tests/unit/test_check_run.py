@@ -22,7 +22,17 @@ TRACE = (
 QAT = STEP.format(step=1, gap=3e-2) + "TRACE ran: method qat, 64\n  fc1: all rounded to nearest\n"
 GOES_ON = "".join(STEP.format(step=step, gap=gap) for step, gap in ((3, 4e-3), (4, 5e-3)))
 EVALUATION = "out/evaluation: {'iteration': 4, 'method': 'trace', 'weights_digest': 'ab12'}\n"
+JOB = "".join(
+    f"worker 0: version {step} has digest {old}\n"
+    f"version {step} has the digest of its rollouts, {old}\n"
+    + STEP.format(step=step + 1, gap=2e-3)
+    + "TRACE ran: method trace, 64 samples\n"
+    + SITES
+    + f"  version {step + 1} has digest {new}\n"
+    for step, old, new in ((0, "aa00", "bb11"), (1, "bb11", "cc22"))
+)
 LOGS = {
+    "job": JOB,
     "trace": TRACE,
     "qat": QAT,
     "goes-on": GOES_ON + "TRACE ran: method trace, 64 samples\n" + SITES,
@@ -63,6 +73,8 @@ def test_a_run_that_did_all_it_should_has_no_problem(check):
         ("goes-on", "gap: 0.004 ", "gap: 0.005 ", "step 3: log-prob gap 0.005 after a checkpoint"),
         ("evaluation", "ab12", "cd34", "version 4: digest ['ab12'] in trace, ['cd34']"),
         ("qat", "fc1: all rounded", "fc1: 9 % rounded", "qat did not round all rows of fc1"),
+        ("job", "the digest of its", "digests of", "job: weights were compared in 1 steps only"),
+        ("job", "cc22", "bb11", "job: no step changed the quantised weights, bb11"),
     ],
 )
 def test_what_is_wrong_is_said(check, name, old, new, problem):
