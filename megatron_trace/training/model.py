@@ -264,7 +264,7 @@ def top_logprobs_of_logits(
     if micro_batch.top_tokens is None:
         raise ValueError(
             f"sample {micro_batch.sample_ids[0]} has no top_tokens; roll out with "
-            "SamplingSettings.top_logprobs > 0"
+            "SamplingSettings.top_logprobs (--rollout-top-logprobs) above 0"
         )
     groups = micro_batch.made_for.groups
     tokens = micro_batch.attention_rows.take(micro_batch.top_tokens)
