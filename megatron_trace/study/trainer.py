@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -129,15 +129,15 @@ class StudySites(TraceSites):
         """Gives what is known of the rows at fc2; nothing where they are not quantised."""
         return None if self.cell.method == "w4a16" else super().dispatched_slots(place, dispatcher)
 
-    def compare_routing(self, moe_layer: int, experts: torch.Tensor) -> None:
+    def compare_routing(
+        self, moe_layer: int, differs: Callable[[torch.Tensor], torch.Tensor]
+    ) -> None:
         """Counts the rows of every sample that go to another expert set than the rollout's."""
-        super().compare_routing(moe_layer, experts)
+        super().compare_routing(moe_layer, differs)
         micro_batch = self.micro_batch_in_force
         if micro_batch is None:
             return
-        recorded = micro_batch.routing[moe_layer]
-        different = (experts.sort(-1).values != recorded.sort(-1).values).any(-1)
-        real = micro_batch.valid
+        different, real = differs(micro_batch.routing[moe_layer]), micro_batch.valid
         self._add(("routing", "compared"), real.sum(0))
         self._add(("routing", "different"), (different.view_as(real) & real).sum(0))
 

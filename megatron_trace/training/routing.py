@@ -6,6 +6,7 @@ Legend: L MoE layers, N rows of a micro-batch in the model's [S, B] order, k top
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -43,15 +44,43 @@ class KeyedRouterReplay(RouterReplay):
         """Gives scores [N, k] and expert ids [N, k] of the rows."""
         assert default_compute_topk is not None, "Megatron passes its own top-k"
         target = self.sites.replayed_experts(self.moe_layer, scores.shape[0])
-        if target is not None:
-            if self.sites.compares_replayed_routing:
-                with torch.no_grad():
+        if target is None:
+            values, own = default_compute_topk(scores, topk, num_groups, group_topk)
+            self.sites.compare_routing(self.moe_layer, partial(are_others, own))
+            return values, own
+        if self.sites.compares_replayed_routing:
+            with torch.no_grad():
+                if group_topk:
                     _, own = default_compute_topk(scores, topk, num_groups, group_topk)
-                self.sites.compare_routing(self.moe_layer, own)
-            return scores.gather(1, target), target
-        values, indices = default_compute_topk(scores, topk, num_groups, group_topk)
-        self.sites.compare_routing(self.moe_layer, indices)
-        return values, indices
+                    differs = partial(are_others, own)
+                else:
+                    differs = partial(would_be_others, scores)
+                self.sites.compare_routing(self.moe_layer, differs)
+        return scores.gather(1, target), target
+
+
+def are_others(experts: torch.Tensor, recorded: torch.Tensor) -> torch.Tensor:
+    """Says which rows go to another set of experts than was recorded; bool [N].
+
+    Args:
+        experts: int64 [N, k]; of each row.
+        recorded: int64 [N, k]; what was recorded.
+    """
+    return (experts.sort(-1).values != recorded.sort(-1).values).any(-1)
+
+
+def would_be_others(scores: torch.Tensor, recorded: torch.Tensor) -> torch.Tensor:
+    """Says which rows would go to other experts by their k highest scores; bool [N].
+
+    Without sorting them: some other expert then has a higher score than one of those recorded.
+    Where such two are equal, either could be taken, and the recorded one counts as it.
+
+    Args:
+        scores: float [N, experts].
+        recorded: int64 [N, k]; what was recorded.
+    """
+    lowest = scores.gather(1, recorded).amin(1)
+    return scores.scatter(1, recorded, -torch.inf).amax(1) > lowest
 
 
 def install_keyed_replay(model: DecoderModel, sites: TraceSites) -> int:

@@ -291,18 +291,21 @@ class TraceSites:
         _require_rows(num_rows, scope.micro_batch, Site.FC1, f"MoE layer {moe_layer}")
         return scope.micro_batch.routing[moe_layer] if scope.replay_routing else None
 
-    def compare_routing(self, moe_layer: int, experts: torch.Tensor) -> None:
+    def compare_routing(
+        self, moe_layer: int, differs: Callable[[torch.Tensor], torch.Tensor]
+    ) -> None:
         """Counts the real rows that the router sends to another expert set than the rollout's.
 
         Args:
             moe_layer: Ordinal of the MoE layer in this model chunk.
-            experts: int64 [N, k]; the router's choice.
+            differs: Says which rows those are, bool [N], of the rollout's experts, int64 [N, k];
+                not asked where a pass is repeated.
         """
         scope = self._scopes.current
         if scope is None or not scope.first_time(("routing", moe_layer)):
             return
-        rows, recorded = scope.micro_batch.token_rows, scope.micro_batch.routing[moe_layer]
-        different = (experts.sort(-1).values != recorded.sort(-1).values).any(-1) & rows.real
+        rows = scope.micro_batch.token_rows
+        different = differs(scope.micro_batch.routing[moe_layer]) & rows.real
         self._tally.add_routing(rows.num_real, different.sum())
 
     # Quantisers, asked by the layers.

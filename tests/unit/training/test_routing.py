@@ -17,6 +17,7 @@ from megatron_trace.training.batch_rows import slot_order
 from megatron_trace.training.even_experts import even_experts
 from megatron_trace.training.micro_batch import make_micro_batch
 from megatron_trace.training.model import token_logprobs
+from megatron_trace.training.routing import are_others, would_be_others
 
 LENGTHS = ((5, 3), (3, 0), (7, 4), (2, 6))
 
@@ -68,6 +69,23 @@ def test_with_replay_off_the_share_of_other_expert_sets_is_counted(build):
     sites.reset_report()
     _experts_used(model, sites, make_micro_batch(own, None, sites), replay_routing=False)
     assert sites.report().routing_mismatch == 0.0
+
+
+@pytest.mark.parametrize("noise", [0.0, 1e-3, 0.3])
+def test_rows_that_would_go_elsewhere_are_told_without_sorting_their_scores(noise):
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.rand(500, 64, generator=generator).softmax(1)
+    heard = scores * (1 + noise * torch.rand(500, 64, generator=generator))
+    recorded = heard.topk(8).indices
+    different = would_be_others(scores, recorded)
+    assert torch.equal(different, are_others(scores.topk(8).indices, recorded))
+    assert bool(different.any()) == (noise > 0)
+
+
+def test_of_experts_with_equal_scores_the_recorded_one_counts_as_taken():
+    scores = torch.tensor([[0.4, 0.3, 0.3], [0.3, 0.4, 0.3]])
+    recorded = torch.tensor([[0, 2], [0, 2]])
+    assert would_be_others(scores, recorded).tolist() == [False, True]
 
 
 def test_replay_touches_nothing_of_the_process(build):
