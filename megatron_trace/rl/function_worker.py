@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import math
 import os
 import sys
 import threading
@@ -18,6 +17,9 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+
+# Of larger ones the squares, whose root a group's spread is, add up to Inf in FP32.
+LARGEST_REWARD = 1e18
 
 
 def load_function(name: str) -> Callable[..., Any]:
@@ -50,13 +52,13 @@ def as_number(value: Any) -> float:
     """Gives a reward.
 
     Raises:
-        ValueError: It is no finite number.
+        ValueError: It is no number of at most `LARGEST_REWARD`, or NaN.
     """
     if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
         raise ValueError(f"it returned {value!r:.80}, which is no number")
     number = float(value)
-    if not math.isfinite(number):
-        raise ValueError(f"it returned {number}, which is not finite")
+    if not abs(number) <= LARGEST_REWARD:
+        raise ValueError(f"it returned {number}, which is not from -{LARGEST_REWARD} to as much")
     return number
 
 

@@ -75,8 +75,10 @@ def test_a_call_that_fails_costs_only_itself(pool_of):
     assert "exit status 3" in results[4].reason
 
 
-@pytest.mark.parametrize("value", ["1", None, float("nan"), float("inf"), [1.0]], ids=str)
-def test_what_is_no_finite_number_is_no_reward(pool_of, value):
+@pytest.mark.parametrize(
+    "value", ["1", None, float("nan"), float("inf"), [1.0], 1e300, -3e38], ids=str
+)
+def test_what_no_advantage_follows_from_is_no_reward(pool_of, value):
     assert kinds(pool_of(num_workers=1).results([("give", value)])) == ["invalid"]
 
 
