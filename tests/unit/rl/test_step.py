@@ -169,6 +169,23 @@ def test_a_step_in_other_formats_and_with_one_part_quantised(
     assert metrics["kv_bytes_per_token"] == kv_bytes
 
 
+@pytest.mark.parametrize(
+    ("method", "changes"),
+    [
+        ("quads", {"number_format": "mxfp4"}),
+        ("quads", {"quantised_parts": "experts"}),
+        ("score_centering", {"number_format": "mxfp4_w4a8"}),
+        ("qarl", {"quantised_parts": "kv"}),
+    ],
+)
+def test_the_other_methods_train_and_serve_other_formats(started, method, changes):
+    metrics = rl_step(started(method, trace=TraceConfig(method=method, **changes)))
+    assert metrics["updates"] == 1
+    assert metrics["grad_norm"] > 0
+    expected = 512 if changes.get("quantised_parts") == "experts" else 136
+    assert metrics["kv_bytes_per_token"] == (144 if method == "qarl" else expected)
+
+
 def test_every_mismatch_under_guidance_is_explained(started):
     mismatch = rl_step(started("trace"))["quantisers"]["code_mismatch"]
     assert mismatch.keys() == {"fc1", "k", "v"}
