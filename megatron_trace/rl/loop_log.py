@@ -20,8 +20,11 @@ from megatron_trace.rl.health_metrics import largest_nearest, nearest_growth
 from megatron_trace.rl.metrics_log import METRICS_FILE, MetricsLog
 from megatron_trace.rl.run_record import TRAINING_FOLDER, RunRecord
 
-# Megatron's values of a process, of its place, or of how far it is.
-_NO_SETTINGS = ("rank", "local_rank", "iteration", "curr_iteration", "consumed_train_samples")
+# Values of a process, of its place, or of how far it is, and what has a field of its own.
+_NO_SETTINGS = (
+    *("rank", "local_rank", "iteration", "curr_iteration", "consumed_train_samples"),
+    *("seed", "metrics_dir"),
+)
 
 
 class LoopLog:
@@ -43,12 +46,12 @@ class LoopLog:
         self._first_nearest: float | None = None
         self._record: RunRecord | None = None
         if self._writes:
-            ours = {name: asdict(of) for name, of in settings.items()}
+            groups = {name: asdict(of) for name, of in settings.items()} | {"megatron": vars(args)}
             self._record = RunRecord(
                 self._folder,
                 name=_name_of(self._folder),
                 seed=args.seed,
-                settings=ours | {"megatron": _plain(args)},
+                settings={name: _plain(group) for name, group in groups.items()},
                 steps=args.train_iters,
             )
 
@@ -113,10 +116,10 @@ def _name_of(folder: Path) -> str:
     return (folder.parent if folder.name == TRAINING_FOLDER else folder).name
 
 
-def _plain(args: Namespace) -> dict[str, Any]:
-    """Gives Megatron's settings that JSON can hold, without ours, which are dataclasses."""
+def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Gives settings that JSON can hold; of Megatron's without ours, which are groups."""
     found = {}
-    for name, value in sorted(vars(args).items()):
+    for name, value in settings.items():
         if name.startswith("trace_") or name in _NO_SETTINGS:
             continue
         if isinstance(value, torch.dtype):

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import inspect
 import subprocess
 
 import pytest
+import torch
 from megatron.core.datasets import utils
 from megatron.core.inference.utils import InferenceMode
 from megatron.core.tensor_parallel import layers
 from megatron.core.transformer import attention
+from megatron.training import training
 
 from megatron_trace import compat
 
@@ -75,3 +78,23 @@ def test_megatron_starts_no_make_for_data_sets(monkeypatch):
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("make was started"))
     compat.data_set_helpers_not_compiled()
     utils.compile_helpers()
+
+
+def test_a_training_step_is_told_with_what_megatrons_log_gets_and_no_longer_after_the_context(
+    monkeypatch,
+):
+    names = list(inspect.signature(training.training_log).parameters)
+    assert {"loss_dict", "learning_rate", "iteration", "skipped_iter", "grad_norm"} <= set(names)
+    logged, told = [], []
+
+    def training_log(loss_dict, total, learning_rate, iteration, skipped_iter, grad_norm, **more):
+        logged.append(iteration)
+        return more["report_memory_flag"]
+
+    monkeypatch.setattr(training, "training_log", training_log)
+    with compat.training_steps_told(told.append):
+        losses = {"policy loss": torch.tensor([0.5])}
+        values = (losses, {}, 1e-6, 7, 0, None)
+        assert training.training_log(*values, report_memory_flag=True)
+    assert told == [compat.StepOutcome(7, {"policy loss": 0.5}, None, 1e-6, False)]
+    assert (training.training_log, logged) == (training_log, [7])

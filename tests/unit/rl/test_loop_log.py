@@ -97,7 +97,6 @@ def test_a_run_tells_its_settings_without_what_is_of_one_process(log_of, tmp_pat
     assert found["settings"]["megatron"] == {
         "lr": 1e-6,
         "params_dtype": "torch.bfloat16",
-        "seed": 7,
         "train_iters": 9,
         "world_size": 2,
     }
