@@ -78,13 +78,18 @@ def main() -> None:
     write_file(
         args.evaluate_output / f"share-{share}of{num_shares}.json", json.dumps(result).encode()
     )
-    print(f"share {share} of {num_shares}: {result}", flush=True)
+    print(f"share {share} of {num_shares}: {told(result)}", flush=True)
     paths = [args.evaluate_output / f"share-{n}of{num_shares}.json" for n in range(num_shares)]
     if all(path.is_file() for path in paths):
         shares = [json.loads(path.read_text()) for path in paths]
         summary = combined(shares)
         create_file(args.evaluate_output / "evaluation.json", json.dumps(summary).encode())
-        print(f"{args.evaluate_output}: {summary}", flush=True)
+        print(f"{args.evaluate_output}: {told(summary)}", flush=True)
+
+
+def told(result: dict[str, Any]) -> dict[str, Any]:
+    """Gives what is printed of a result; which prompts were solved is a list as long as these."""
+    return {name: value for name, value in result.items() if name != "solved"}
 
 
 def evaluated(args: Namespace) -> dict[str, Any]:

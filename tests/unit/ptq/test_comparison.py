@@ -91,3 +91,12 @@ def test_evaluations_that_cannot_be_compared_are_refused(tool, tmp_path, referen
     first = evaluation(tmp_path / "bf16", [True], **reference)
     with pytest.raises(ValueError, match=reason):
         tool.compared(first, [evaluation(tmp_path / "vanilla", [True], **other)])
+
+
+def test_an_evaluation_is_printed_without_the_answer_to_each_prompt():
+    program = load_program(Path(__file__).parents[3] / "examples" / "evaluate.py")
+    share = {"checkpoint": "a", "iteration": 4, "method": "qat", "prompts_digest": "b"}
+    share |= {"prompts": 9, "right": 3, "score_sum": 3.0, "failed": 0, "weights_digest": "c"}
+    summary = program.combined([share | {"solved": [True, False, False] * 3}])
+    assert len(summary["solved"]) == 9
+    assert program.told(summary).keys() == summary.keys() - {"solved"}
