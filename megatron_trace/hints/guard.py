@@ -87,7 +87,8 @@ class GuardThresholds:
     @property
     def limits(self) -> tuple[int, float, float]:
         """The thresholds as kernels take them."""
-        return self.max_scale_steps, self.max_far_blocks, self.min_parity_agreement
+        # Triton would compile a share of 1 that is an integer into the kernel.
+        return self.max_scale_steps, float(self.max_far_blocks), float(self.min_parity_agreement)
 
 
 # By number format.

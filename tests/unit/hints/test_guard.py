@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron_trace import formats
-from megatron_trace.hints import THRESHOLDS, RowHealth, accept_rows
+from megatron_trace.hints import THRESHOLDS, GuardThresholds, RowHealth, accept_rows
 from megatron_trace.testing.token_rows import rows_of, with_noise
 
 NVFP4 = THRESHOLDS["nvfp4"]
@@ -266,3 +266,10 @@ def test_ranks_with_half_of_the_columns_each_judge_a_row_as_one_with_all():
         together = judged(half, lambda _: counts[0] + counts[1])
         for name in ("accepted", "far_block_share", "parity_agreement"):
             assert torch.equal(getattr(together, name), getattr(whole, name)), name
+
+
+def test_limits_of_kernels_are_no_integers_but_for_the_steps() -> None:
+    """Triton would compile 1, an integer, into a kernel that is then launched for other shares."""
+    limits = GuardThresholds(1, 2, 0).limits
+    assert limits == (2, 1.0, 0.0)
+    assert [type(limit) for limit in limits] == [int, float, float]
