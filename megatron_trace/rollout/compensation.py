@@ -10,7 +10,7 @@ Published [L] (arXiv 2607.15810): the two products and the share of one half. Ou
   that share its step and its expert: the same sample, generated in other company, gets other
   log-probs, and no trainer can know them. Padding has no say.
 * R_S is quantised by the rule of X, blocks along the chosen channels in ascending order, and under
-  the static global scale of X. No residual exceeds its value, so that none saturates.
+  the static global scale of X. No residual exceeds its value: one saturates only where X did.
 * K and V, which are operands of no such product, stay as they are quantised.
 
 Both products are rounded to BF16 before they are added.
