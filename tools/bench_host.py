@@ -30,7 +30,7 @@ from megatron_trace.formats import ops
 from megatron_trace.hints.types import Site
 from megatron_trace.testing.single_process import single_process
 from megatron_trace.testing.tiny_trainer import RecordedRollout, recorded_rollout, tiny_trainer
-from megatron_trace.training import rounding, sites, tally
+from megatron_trace.training import rounding, sites
 from megatron_trace.training.micro_batch import make_micro_batch
 from megatron_trace.training.model import token_logprobs
 from megatron_trace.training.shape import Place
@@ -52,8 +52,7 @@ def without_kernels() -> Iterator[None]:
     with (
         mock.patch.object(ops, "rtn", as_it_is),
         mock.patch.object(rounding, "guided_values", guided_as_it_is),
-        mock.patch.object(sites, "require_finite", nothing),
-        mock.patch.object(tally, "add_saturated_blocks", nothing),
+        mock.patch.object(sites, "note_bad_values", nothing),
     ):
         yield
 

@@ -1,46 +1,75 @@
-"""Triton kernels that count what must not be among values: NaN, Inf, and what a scale cannot hold.
+"""Triton kernel of `bad_values`: notes NaN and Inf, and counts what a scale cannot hold.
 
-Each reads the values once and writes a count, where torch writes whole tensors on the way.
+It reads the values once and writes only where something is bad, where torch writes whole tensors on
+the way.
 """
 
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from megatron_trace.formats.kernels_inputs import prepared_values
+from megatron_trace.formats.kernels_inputs import INTERPRETED, prepared_values
 
 # Values of a program.
 _VALUES = 8192
+# By device, dtype, block size and what is asked for: the kernel as Triton compiled it for values at
+# 16 aligned bytes. Triton's own binder takes the host longer.
+_compiled: dict[tuple, Any] = {}
 
 
-def add_blocks_beyond(count: torch.Tensor, x: torch.Tensor, limit: float, block_size: int) -> None:
-    """Adds the number of blocks whose largest magnitude exceeds a limit; a NaN does not.
-
-    Args:
-        count: int64 [1] on the GPU of x.
-        x: float [..., K] on a GPU, K a multiple of the block size.
-        limit: The limit, which is rounded to the dtype of x first.
-        block_size: Neighbouring values of a block, a power of two.
-    """
-    _count(count, x, _rounded(limit, x.dtype), block_size, BEYOND=True)
-
-
-def num_non_finite(x: torch.Tensor) -> torch.Tensor:
-    """Counts the groups of 16 values, of the last at most so many, that hold a NaN or Inf.
+def note_bad_values(
+    x: torch.Tensor,
+    first_bad: torch.Tensor | None,
+    num_beyond: torch.Tensor | None,
+    limit: float,
+    block_size: int,
+) -> None:
+    """Does what `bad_values.note_bad_values` does.
 
     Args:
-        x: float of any shape on a GPU.
+        x: float [..., K] on a GPU.
+        first_bad: See there, as the others.
+        num_beyond: See there.
+        limit: See there.
+        block_size: See there.
 
-    Returns:
-        int64 0-d.
+    Raises:
+        ValueError: x has another dtype or half a block, or a tensor is not on the GPU of x.
     """
-    count = torch.zeros((), dtype=torch.int64, device=x.device)
-    _count(count, x, 0.0, 16, BEYOND=False)
-    return count
+    x = prepared_values(x)
+    device, num_values = x.get_device(), x.numel()
+    for name, tensor in (("first_bad", first_bad), ("num_beyond", num_beyond)):
+        if tensor is not None and (
+            tensor.dtype is not torch.int64 or tensor.numel() != 1 or tensor.get_device() != device
+        ):
+            raise ValueError(
+                f"{name} must be int64 [1] on {x.device}; got {tensor.dtype} "
+                f"{tuple(tensor.shape)} on {tensor.device}"
+            )
+    num_blocks, left = divmod(num_values, block_size)
+    if left:
+        raise ValueError(f"x must hold whole blocks of {block_size}; got {tuple(x.shape)}")
+    if num_values == 0 or (first_bad is None and num_beyond is None):
+        return
+    limit = 0.0 if num_beyond is None else _rounded(limit, x.dtype)
+    kind = (device, x.dtype, block_size, first_bad is None, num_beyond is None)
+    grid = (-(-num_values // _VALUES), 1, 1)
+    constants = {"SIZE": block_size, "BLOCKS": _VALUES // block_size}
+    compiled, aligned = _compiled.get(kind), not x.data_ptr() & 15
+    tensors = (x, first_bad, num_beyond)
+    if compiled is not None and aligned and device == torch.cuda.current_device():
+        pointers = [None if one is None else one.data_ptr() for one in tensors]
+        compiled[grid](*pointers, num_blocks, limit, *constants.values())
+        return
+    with torch.cuda.device_of(x):
+        compiled = _kernel[grid](*tensors, num_blocks, limit, **constants, num_warps=4)
+    if aligned and not INTERPRETED:
+        _compiled[kind] = compiled
 
 
 @functools.lru_cache(maxsize=4096)
@@ -48,39 +77,51 @@ def _rounded(limit: float, dtype: torch.dtype) -> float:
     return torch.tensor(limit).to(dtype).item()
 
 
-def _count(count: torch.Tensor, x: torch.Tensor, limit: float, size: int, *, BEYOND: bool) -> None:
-    x = prepared_values(x)
-    num_blocks = triton.cdiv(x.numel(), size)
-    if num_blocks:
-        blocks = _VALUES // size
-        with torch.cuda.device_of(x):
-            _count_kernel[(triton.cdiv(num_blocks, blocks),)](
-                x, count, x.numel(), limit, SIZE=size, BEYOND=BEYOND, BLOCKS=blocks, num_warps=4
-            )
-
-
-@triton.jit(do_not_specialize=["limit"])
-def _count_kernel(
+@triton.jit(
+    do_not_specialize=["num_blocks", "limit"],
+    do_not_specialize_on_alignment=["first_bad_ptr", "num_beyond_ptr"],
+)
+def _kernel(
     x_ptr,
-    count_ptr,
-    num_values,
+    first_bad_ptr,
+    num_beyond_ptr,
+    num_blocks,
     limit,
     SIZE: tl.constexpr,
-    BEYOND: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    first = tl.program_id(0).to(tl.int64) * (BLOCKS * SIZE)
-    left = tl.minimum(num_values - first, BLOCKS * SIZE).to(tl.int32)
-    value = tl.arange(0, BLOCKS)[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
-    x = tl.load(x_ptr + first + value, mask=value < left, other=0.0)
+    first = tl.program_id(0).to(tl.int64) * BLOCKS
+    left = tl.minimum(num_blocks - first, BLOCKS).to(tl.int32)
+    x_ptr += first * SIZE
+    block = tl.arange(0, BLOCKS)[:, None]
+    x = tl.load(x_ptr + block * SIZE + tl.arange(0, SIZE)[None, :], mask=block < left, other=0.0)
     magnitude = tl.abs(x.to(tl.float32))
     is_number = magnitude == magnitude
-    if BEYOND:
+    if num_beyond_ptr is not None:
         found = tl.max(magnitude, axis=1) > limit
         found = found & (tl.min(is_number.to(tl.int32), axis=1) != 0)
-    else:
+        count = tl.sum(found.to(tl.int32), axis=0)
+        if count != 0:
+            tl.atomic_add(num_beyond_ptr, count.to(tl.int64), sem="relaxed")
+    if first_bad_ptr is not None:
         is_finite = is_number & (magnitude != float("inf"))
-        found = tl.min(is_finite.to(tl.int32), axis=1) == 0
-    count = tl.sum(found.to(tl.int32), axis=0)
-    if count != 0:
-        tl.atomic_add(count_ptr, count.to(tl.int64))
+        if tl.min(tl.min(is_finite.to(tl.int32), axis=1), axis=0) == 0:
+            _note_first(x_ptr, first_bad_ptr, 3 * SIZE * first, left, SIZE, BLOCKS)
+
+
+@triton.jit
+def _note_first(x_ptr, first_bad_ptr, start, left, SIZE: tl.constexpr, BLOCKS: tl.constexpr):
+    """Notes the first NaN or Inf of a program's values, which are read again: few registers."""
+    PART: tl.constexpr = 1024 // SIZE
+    NONE: tl.constexpr = 3 * BLOCKS * SIZE
+    least = tl.full((), NONE, tl.int32)
+    for part in range(BLOCKS // PART):
+        block = part * PART + tl.arange(0, PART)[:, None]
+        value = block * SIZE + tl.arange(0, SIZE)[None, :]
+        x = tl.load(x_ptr + value, mask=block < left, other=0.0).to(tl.float32)
+        # As `bad_values`: three kinds, NaN, Inf and -Inf; of finite values a number beyond all.
+        kind = tl.where(x == x, tl.where(x > 0, 1, 2), 0)
+        is_finite = (x == x) & (tl.abs(x) != float("inf"))
+        noted = tl.where(is_finite, NONE, 3 * value + kind)
+        least = tl.minimum(least, tl.min(tl.min(noted, axis=1), axis=0))
+    tl.atomic_min(first_bad_ptr, start + least, sem="relaxed")

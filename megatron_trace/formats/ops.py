@@ -425,19 +425,6 @@ def _codec(name: Implementation, values: torch.Tensor) -> ModuleType | None:
     return hint_kernels
 
 
-def checks(values: torch.Tensor) -> ModuleType:
-    """Gives the kernels that count NaN, Inf and saturated blocks of values on a GPU.
-
-    Raises:
-        ValueError: The values are not on a GPU.
-    """
-    if not values.is_cuda:
-        raise ValueError(f"the kernels of checks need values on a GPU; got {values.device}")
-    from megatron_trace.formats import kernels_checks
-
-    return kernels_checks
-
-
 def _rows_kernels() -> ModuleType:
     from megatron_trace.formats import kernels_rows
 

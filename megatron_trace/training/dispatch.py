@@ -85,6 +85,26 @@ def keeps_all_rows(dispatcher: MoETokenDispatcher) -> bool:
     return known and dispatcher.ep_size == 1 and dispatcher.tp_size == 1
 
 
+def rows_of_experts(dispatcher: MoETokenDispatcher) -> torch.Tensor | None:
+    """Gives which tokens the local experts got; None where rows of other ranks are among theirs.
+
+    An expert's rows are its tokens in their order. What is given is no copy, and stays as it is
+    when the dispatcher dispatches again.
+
+    Args:
+        dispatcher: A dispatcher that has just dispatched the T tokens.
+
+    Returns:
+        bool [T, experts].
+    """
+    if not keeps_all_rows(dispatcher):
+        return None
+    if isinstance(dispatcher, MoEAlltoAllTokenDispatcher):
+        return dispatcher.routing_map
+    assert isinstance(dispatcher, MoEAllGatherTokenDispatcher), "keeps_all_rows knows no other"
+    return dispatcher.local_map
+
+
 def _dispatched(
     dispatcher: MoETokenDispatcher, rows: torch.Tensor, experts: torch.Tensor | None
 ) -> torch.Tensor:

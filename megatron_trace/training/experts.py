@@ -25,7 +25,7 @@ from megatron_trace.models.moe import (
     UnweightedSequentialMLP,
     activation_of,
 )
-from megatron_trace.training.dispatch import dispatch_rows
+from megatron_trace.training.dispatch import dispatch_rows, rows_of_experts
 from megatron_trace.training.products import (
     ExpertWeights,
     quantised_products,
@@ -95,27 +95,29 @@ class ExpertPlace:
         """What counts call its weight."""
         return self.layer, self.expert, self.matrix
 
-    def row_origin(self, row: int) -> tuple[int, int | None]:
-        """Gives the expert, and which row of the micro-batch its row is; None across ranks."""
-        dispatcher: Any = self.moe.token_dispatcher
-        if dispatcher.ep_size > 1 or dispatcher.tp_size > 1:
-            return self.expert, None
-        return self.expert, int(dispatcher.routing_map[:, self.expert].nonzero()[row, 0])
-
 
 def row_origin(
-    places: Sequence[ExpertPlace], splits: Sequence[int], row: int
+    places: Sequence[ExpertPlace],
+    splits: Sequence[int],
+    row: int,
+    *,
+    tokens: torch.Tensor | None,
 ) -> tuple[int, int | None]:
-    """Gives `ExpertPlace.row_origin` of a row among those of all local experts.
+    """Gives the global expert of a row among those of all local experts, and its token.
 
     Args:
         places: A linear of each expert.
         splits: Rows of each expert.
         row: The row.
+        tokens: bool [T, experts], `dispatch.rows_of_experts`.
+
+    Returns:
+        The expert, and the row of the micro-batch; None where that is another rank's.
     """
     for place, rows in zip(places, splits, strict=True):
         if row < rows:
-            return place.row_origin(row)
+            of_expert = None if tokens is None else tokens[:, place.expert]
+            return place.expert, None if of_expert is None else int(of_expert.nonzero()[row, 0])
         row -= rows
     raise AssertionError("a row belongs to some expert")
 
@@ -232,7 +234,8 @@ class GuidedExperts(UnweightedSequentialMLP):
             slots = sites.dispatched_slots(place, dispatcher)
             experts: Any = self.local_experts
             places = [expert.linear_fc2.place for expert in experts]
-            origin = partial(row_origin, places, splits)
+            tokens = rows_of_experts(dispatcher)
+            origin = partial(row_origin, places, splits, tokens=tokens)
             rounding = sites.slot_rounding(activation, place, slots, origin)
         output = weighted_products(
             activation,

@@ -13,7 +13,6 @@ import torch
 
 from megatron_trace.config import TraceConfig
 from megatron_trace.formats import E2M1_MAX, E4M3_MAX, ops
-from megatron_trace.formats.blocks import split
 from megatron_trace.formats.number_format import NVFP4, NumberFormat
 from megatron_trace.hints.guard import THRESHOLDS, GuardThresholds, guided_rows
 from megatron_trace.hints.guided import guided_codes, guided_values
@@ -117,6 +116,14 @@ class Rounding:
     def scale(self) -> torch.Tensor | float | None:
         """The global scale, as kernels take it without another one."""
         return self.global_scale if self.scale_on_device is None else self.scale_on_device
+
+    @property
+    def largest(self) -> float | None:
+        """The largest magnitude that the global scale can hold; None if the format has none.
+
+        The block scales of MX formats, which have no global scale, are never too small.
+        """
+        return None if self.global_scale is None else E2M1_MAX * E4M3_MAX * self.global_scale
 
     def guided_by(self, hint: HintRows, guard: Guard | None) -> Rounding:
         """Gives the rounding by hints; see `guard`."""
@@ -229,49 +236,3 @@ class Rounding:
             "rejected": guard.rejected,
             "order": hint.order,
         }
-
-
-def add_saturated_blocks(
-    count: torch.Tensor,
-    values: torch.Tensor,
-    global_scale: float | None,
-    number_format: NumberFormat,
-) -> None:
-    """Adds the number of blocks of values whose amax exceeds what the global scale can hold.
-
-    The block scales of MX formats, which have no global scale, are never too small.
-
-    Args:
-        count: int64 [1] where the values are.
-        values: float [N, K].
-        global_scale: Static decode-side scale; None if the format has none.
-        number_format: Format of the values.
-    """
-    if global_scale is None:
-        return
-    limit = E2M1_MAX * E4M3_MAX * global_scale
-    if values.is_cuda:
-        ops.checks(values).add_blocks_beyond(count, values, limit, number_format.block_size)
-    else:
-        amax = split(values, number_format.block_size).abs().amax(-1)
-        count.add_((amax > limit).sum())
-
-
-def require_finite(values: torch.Tensor, where: str, row_name: Callable[[int], str]) -> None:
-    """Raises NonFiniteError naming the first NaN or Inf of float [N, K].
-
-    Args:
-        values: What is about to be quantised.
-        where: Layer and site.
-        row_name: Gives the name of a row.
-    """
-    if values.is_cuda and not ops.checks(values).num_non_finite(values):
-        return
-    finite = values.isfinite()
-    if finite.all():
-        return
-    row, column = (~finite).nonzero()[0].tolist()
-    raise NonFiniteError(
-        f"{values[row, column].item()} at {where}, {row_name(row)}, column {column}: quantisers "
-        "need finite values; look at the loss and the gradient norm of the steps before"
-    )

@@ -11,7 +11,7 @@ import contextlib
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -52,14 +52,32 @@ class _Backward:
     scope: Scope | None
 
 
+class PassEnds(Protocol):
+    """What is to happen at the ends of passes."""
+
+    def ask(self) -> None:
+        """Asks for what a pass noted, as it has ended; may raise."""
+        ...
+
+    def forget(self) -> None:
+        """Lets go of what a pass noted that ended otherwise."""
+        ...
+
+
 class Scopes:
     """Follows the passes of one model (with pipelining: of one model chunk).
 
+    What passes note is asked for where the model's forward ends, where a backward pass ends, which
+    may have recomputed some of it, and where a scope ends, in which parts of the model may have run
+    by themselves; always before anybody can use gradients.
+
     Args:
         model: The model; every pass of it that needs gradients gets a hook on its output.
+        notes: What passes note.
     """
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, model: torch.nn.Module, notes: PassEnds) -> None:
+        self._notes = notes
         self._forward: Scope | None = None
         self._known_backward: weakref.ref[_Backward] | None = None
         model.register_forward_hook(self._remember)
@@ -87,6 +105,7 @@ class Scopes:
 
         Raises:
             RuntimeError: Another scope is in force.
+            NonFiniteError: See `NonFiniteNotes.ask`.
         """
         if self._forward is not None:
             names = self._forward.micro_batch.sample_ids
@@ -94,19 +113,28 @@ class Scopes:
                 f"a micro-batch of {len(names)} samples is in force already (first: {names[0]}); "
                 "scopes do not nest: leave one before entering the next"
             )
+        # A backward pass outside of scopes may have raised.
+        self._notes.forget()
         self._forward = scope
         try:
             yield
+        except BaseException:
+            self._notes.forget()
+            raise
         finally:
             self._forward = None
+        self._notes.ask()
 
     def _remember(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
         """Ties the scope in force, or none, to the output of a forward pass."""
+        self._notes.ask()
         if torch.is_tensor(output) and output.requires_grad:
             scope = self.current
             output.register_hook(lambda _: self._begin_backward(scope))
 
     def _begin_backward(self, scope: Scope | None) -> None:
+        if self._forward is None and self._backward is None:
+            self._notes.forget()  # What a backward pass noted that raised.
         backward = _Backward(scope)
         self._known_backward = weakref.ref(backward)
         at_end_of_backward(lambda: self._end_backward(backward))
@@ -115,3 +143,4 @@ class Scopes:
         # One call of backward may have gone through the outputs of several passes.
         if self._backward is backward:
             self._known_backward = None
+            self._notes.ask()

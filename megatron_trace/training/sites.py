@@ -18,6 +18,7 @@ from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 
 from megatron_trace.config import TraceConfig
 from megatron_trace.formats import NumberFormat, ops
+from megatron_trace.formats.bad_values import note_bad_values
 from megatron_trace.hints.types import (
     QuantizerSettings,
     ScaleForm,
@@ -29,10 +30,11 @@ from megatron_trace.models.attention import SDPACoreAttention
 from megatron_trace.models.hybrid import DecoderModel, decoder_layers
 from megatron_trace.training.audit import foreign_quantisers, unexpected_quantising
 from megatron_trace.training.hint_rows import HintRows
+from megatron_trace.training.non_finite import NonFiniteNotes
 from megatron_trace.training.quantised_place import QuantisedPlace, quantised_place
 from megatron_trace.training.report import TraceReport, require_guided
 from megatron_trace.training.reproduced import OPERAND_DTYPES, require_reproduced
-from megatron_trace.training.rounding import NonFiniteError, PackedRows, Rounding, require_finite
+from megatron_trace.training.rounding import NonFiniteError, PackedRows, Rounding
 from megatron_trace.training.scope import Scope, Scopes
 from megatron_trace.training.shape import ExpertMatrix, ModelShape, Place, place_name
 from megatron_trace.training.slots import RowOrigin, SlotRows, dispatched_slots, no_slot_hints
@@ -55,8 +57,8 @@ class TraceSites:
         shape: Sizes of the model.
 
     Attributes:
-        on_non_finite: Gets the error of a NaN or Inf at a site, and training goes on with it; None
-            lets the error be raised.
+        on_non_finite: Gets the error of the first NaN or Inf at a site of a pass, and training goes
+            on with it; None lets the error be raised, where the pass ends.
         diagnostics: Whether codes are compared with the rollout's full codes. Set it before
             micro-batches are made: they carry the codes.
         compares_replayed_routing: Whether the experts that a router would choose are compared with
@@ -74,7 +76,8 @@ class TraceSites:
         self._settings_digest = ""
         self._weight_rule: WeightRule | None = None
         self._quantised: dict[Place, QuantisedPlace] = {}
-        self._scopes = Scopes(model)
+        self._notes = NonFiniteNotes(shape.places, self._act_on)
+        self._scopes = Scopes(model, self._notes)
         self._tally = Tally(shape.places)
         layers = set(trace.recorded_layers(shape.num_layers))
         guided = trace.sites_in(shape.model_sites)
@@ -234,6 +237,8 @@ class TraceSites:
         Raises:
             RuntimeError: Another micro-batch is in force, or replay is impossible.
             ValueError: The micro-batch was made for another model or other quantiser settings.
+            NonFiniteError: A value at a site is NaN or Inf; raised where the model's forward ends,
+                where the backward pass ends that recomputed it, or here.
         """
         if micro_batch.made_for is not self:
             raise ValueError(
@@ -407,8 +412,8 @@ class TraceSites:
             return f"expert {of_expert}, {scope.micro_batch.row_name(Site.FC2, token_row)}"
 
         known = self._at(place)
-        self._require_finite(rows, known.name, name)
         first = scope.first_time(place)
+        self._check(known, rows, name, counted=first)
         judged = first and slots is not None and slots.codes is not None
         hint = None if slots is None else slots.hint
         rounding = self._guided(known, hint, rows, counted=first, judged=judged)
@@ -430,14 +435,14 @@ class TraceSites:
 
         Raises:
             RuntimeError: No micro-batch is in force, or the settings are not known.
-            ValueError: The rows are not those of the micro-batch, or a value is NaN or Inf.
+            ValueError: The rows are not those of the micro-batch.
         """
         place = (layer, site)
         scope, known = self._scope_at(place), self._at(place)
         micro_batch = scope.micro_batch
         _require_rows(values.shape[0], micro_batch, site, known.name)
-        self._require_finite(values, known.name, partial(micro_batch.row_name, site))
         first, hint = scope.first_time(place), micro_batch.hints.get(place)
+        self._check(known, values, partial(micro_batch.row_name, site), counted=first)
         codes = micro_batch.codes.get(place) if first and self.diagnostics else None
         rounding = self._guided(known, hint, values, counted=first, judged=codes is not None)
         if first:
@@ -467,17 +472,34 @@ class TraceSites:
         rejected = self._tally.rejected(known.place, values.device) if counts else None
         return known.rounding(hint, values, rejected, judged=judged)
 
-    def _require_finite(
-        self, values: torch.Tensor, where: str, row_name: Callable[[int], str]
+    def _check(
+        self,
+        known: QuantisedPlace,
+        values: torch.Tensor,
+        row_name: Callable[[int], str],
+        *,
+        counted: bool,
     ) -> None:
-        if not self.trace.check_finite:
-            return
-        try:
-            require_finite(values, where, row_name)
-        except NonFiniteError as error:
-            if self.on_non_finite is None:
-                raise
-            self.on_non_finite(error)
+        """Looks for NaN and Inf, which the end of the pass acts on, and counts saturated blocks.
+
+        Args:
+            known: The place.
+            values: float [N, K].
+            row_name: Gives the name of a row.
+            counted: Whether saturated blocks are counted.
+        """
+        place, nearest = known.place, known.nearest
+        note = self._notes.of(place, values, row_name) if self.trace.check_finite else None
+        count, largest = None, nearest.largest
+        if counted and largest is not None:
+            count = self._tally.saturated(place, values.device)
+        block_size = nearest.number_format.block_size
+        note_bad_values(values, note, count, largest or 0.0, block_size)
+
+    def _act_on(self, error: NonFiniteError) -> None:
+        if self.on_non_finite is None:
+            raise error
+        self.on_non_finite(error)
 
     # Counters.
 

@@ -17,7 +17,7 @@ from megatron_trace.hints.types import Site
 from megatron_trace.metrics import CodeMismatch, compare_codes
 from megatron_trace.training.hint_rows import HintRows
 from megatron_trace.training.report import ActivationDifference, SiteReport, TraceReport
-from megatron_trace.training.rounding import PackedRows, Rounding, add_saturated_blocks
+from megatron_trace.training.rounding import PackedRows, Rounding
 from megatron_trace.training.shape import ExpertMatrix, Place
 from megatron_trace.training.slots import SlotRows
 
@@ -91,6 +91,13 @@ class Tally:
         """Gives the count, int64 [1], to which rows are added whose hint is not accepted."""
         return self._on(device).of[place, "rejected"]
 
+    def saturated(self, place: Place, device: torch.device) -> torch.Tensor:
+        """Gives the count, int64 [1], to which blocks are added that the global scale cannot hold.
+
+        It is one of blocks that `add_coverage` or `add_slots` adds.
+        """
+        return self._on(device).of[place, "saturated_blocks"]
+
     def _on(self, device: torch.device) -> _DeviceCounts:
         if self._device_counts is None:
             self._device_counts = _DeviceCounts(self._places, device)
@@ -114,8 +121,6 @@ class Tally:
         counts["blocks"] += values.numel() // number_format.block_size
         for name, number in known.items():
             counts[name] += number
-        saturated = self._on(values.device).of[place, "saturated_blocks"]
-        add_saturated_blocks(saturated, values, rounding.global_scale, number_format)
 
     def add_coverage(
         self,

@@ -41,7 +41,7 @@ from megatron_trace.hints.types import Site
 from megatron_trace.models.hybrid import HybridModules
 from megatron_trace.models.moe import DispatchInputMoELayer, use_host_splits
 from megatron_trace.training import te_recipe
-from megatron_trace.training.dispatch import dispatch_rows
+from megatron_trace.training.dispatch import dispatch_rows, rows_of_experts
 from megatron_trace.training.experts import (
     ExpertPlace,
     ExpertsPlace,
@@ -172,7 +172,9 @@ class TraceTERowParallelGroupedLinear(_TraceGroupedLinear, TERowParallelGroupedL
 
 def _slot_rounding(x: torch.Tensor, call: ExpertCall, places: list[ExpertPlace]) -> Rounding:
     """Gives the rounding of fc2's unpadded input [N, K]."""
-    origin = partial(row_origin, places, call.splits)
+    moe: Any = places[0].moe
+    tokens = rows_of_experts(moe.token_dispatcher)
+    origin = partial(row_origin, places, call.splits, tokens=tokens)
     sites, layer = places[0].sites, places[0].layer
     return sites.slot_rounding(x.detach(), (layer, Site.FC2), call.slots, origin)
 

@@ -10,6 +10,7 @@ import torch
 from megatron_trace.formats import (
     NUMBER_FORMATS,
     NumberFormat,
+    bad_values,
     kernels_changed,
     kernels_checks,
     kernels_guard,
@@ -87,17 +88,27 @@ def _compare(
 
 
 def _compare_checks(x: torch.Tensor, size: int, device: str, what: str) -> None:
-    """Compares what is counted among values with torch."""
+    """Compares what is noted of bad values, and counted, with torch."""
     amax = x.unflatten(-1, (-1, size)).abs().amax(-1)
     numbers = amax[amax == amax].sort().values
     limit = float(numbers[len(numbers) // 2]) * 1.001 if len(numbers) else 1.0
-    count = torch.full((1,), 3, dtype=torch.int64, device=device)
-    kernels_checks.add_blocks_beyond(count, x.to(device), limit, size)
-    expected = 3 + int((amax > limit).sum())
-    assert count.tolist() == [expected], f"{what}: blocks beyond {limit}"
-    got = kernels_checks.num_non_finite(x.to(device))
-    expected = (~x.flatten().isfinite()).unflatten(0, (-1, 16)).any(-1).sum()
-    assert int(got) == int(expected), f"{what}: not finite"
+    spoilt = x.clone()
+    if x.numel():
+        spoilt.flatten()[x.numel() // 2 :: 7] = torch.nan
+        spoilt.flatten()[x.numel() * 2 // 3] = -torch.inf
+    for values, known, notes, counts in (
+        (x, bad_values.ALL_FINITE, True, True),
+        (x, bad_values.ALL_FINITE, False, True),
+        (spoilt, bad_values.ALL_FINITE, True, False),
+        (spoilt, 2, True, True),
+    ):
+        found = []
+        for of, where in ((bad_values, "cpu"), (kernels_checks, device)):
+            note, count = (torch.full((1,), start, device=where) for start in (known, 3))
+            asked = note if notes else None, count if counts else None
+            of.note_bad_values(values.to(where), *asked, limit, size)
+            found.append((int(note), int(count)))
+        assert found[0] == found[1], f"{what}: {found}, beyond {limit}"
 
 
 def _compare_changed(device: str) -> None:

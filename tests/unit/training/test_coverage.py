@@ -90,13 +90,14 @@ def test_counts_of_many_micro_batches_add_up():
         known = {"rows": 3, "real": 3, "hinted": 3, "recorded": 3}
         tally._add_rows(place, values, rounding, known)
         tally.rejected(place, values.device).add_(1)
+        tally.saturated(place, values.device).add_(6)
     report = tally.report().sites[Site.K]
     assert (report.guided, report.rejected, report.missing) == (140, 70, 0)
-    # 6 blocks, each of 1, are saturated above 6 * 448 * 1e-4.
     assert (report.blocks, report.saturated_blocks) == (420, 420)
     tally.reset()
     tally.calls[place] += 1
     tally._add_rows(place, values[:1], rounding, {"rows": 1, "real": 1, "recorded": 1})
+    tally.saturated(place, values.device).add_(2)
     assert tally.report().sites[Site.K] == SiteReport(
         calls=1, missing=1, blocks=2, saturated_blocks=2
     )

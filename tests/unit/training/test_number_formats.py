@@ -7,6 +7,7 @@ import torch
 
 from megatron_trace.config import HINT_SITES, TraceConfig
 from megatron_trace.formats import MXFP4, MXFP8, NVFP4, NVFP4_4OVER6
+from megatron_trace.formats.bad_values import note_bad_values
 from megatron_trace.hints import (
     THRESHOLDS,
     GuardThresholds,
@@ -18,7 +19,7 @@ from megatron_trace.hints import (
 from megatron_trace.testing.rollouts import record_of
 from megatron_trace.training.micro_batch import make_micro_batch
 from megatron_trace.training.model import token_logprobs
-from megatron_trace.training.rounding import Rounding, add_saturated_blocks, guard_thresholds
+from megatron_trace.training.rounding import Rounding, guard_thresholds
 from megatron_trace.training.te_rows import LinearCall
 
 FORMATS = ["nvfp4_4over6", "mxfp4", "mxfp4_w4a8"]
@@ -122,14 +123,12 @@ def test_the_guards_thresholds_are_the_formats_unless_set():
 
 
 def test_only_a_global_scale_can_saturate():
+    assert Rounding(None, number_format=MXFP4).largest is None
     values = torch.full((2, 64), 1e4)
-    for scale, number_format, expected in (
-        (None, MXFP4, 0),
-        (1.0, NVFP4_4OVER6, 8),
-        (4.0, NVFP4_4OVER6, 0),
-    ):
-        count = torch.tensor([0])
-        add_saturated_blocks(count, values, scale, number_format)
+    for scale, expected in ((1.0, 8), (4.0, 0)):
+        largest, count = Rounding(scale, number_format=NVFP4_4OVER6).largest, torch.tensor([0])
+        assert largest is not None
+        note_bad_values(values, None, count, largest, NVFP4_4OVER6.block_size)
         assert count.tolist() == [expected]
 
 

@@ -3,9 +3,10 @@
 import pytest
 import torch
 
+from megatron_trace.formats.bad_values import note_bad_values
 from megatron_trace.formats.number_format import FORMAT_SETS
 from megatron_trace.training.hint_rows import HintRows
-from megatron_trace.training.rounding import add_saturated_blocks
+from megatron_trace.training.rounding import Rounding
 
 NVFP4 = FORMAT_SETS["nvfp4"].kv_cache
 MXFP4 = FORMAT_SETS["mxfp4"].kv_cache
@@ -34,6 +35,7 @@ def test_a_block_saturates_beyond_the_largest_product_of_code_and_scales(factor,
     # 6 * 448 * 1/4; the sign does not matter.
     values[1, 20] = -672.0 * factor
     count = torch.tensor([5])
-    add_saturated_blocks(count, values, 0.25, NVFP4)
-    add_saturated_blocks(count, values, None, MXFP4)
+    largest = Rounding(0.25).largest
+    assert largest is not None
+    note_bad_values(values, None, count, largest, NVFP4.block_size)
     assert count.tolist() == [5 + saturated]

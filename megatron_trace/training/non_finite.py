@@ -1,0 +1,107 @@
+"""NaN and Inf at the quantised places of a model: noted on the device, asked for once a pass.
+
+Whoever asks at each place waits for the device there, four times a block, and lets it idle until
+the next kernel arrives. So a kernel notes the first NaN or Inf of each place, and the host reads
+the notes of all places at the end of the pass: before a loss or a gradient is made of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megatron_trace.formats.bad_values import ALL_FINITE, first_bad_value
+from megatron_trace.training.rounding import NonFiniteError
+from megatron_trace.training.shape import Place, place_name
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """Names of what a place was given: the values are gone when somebody asks."""
+
+    num_columns: int
+    row_name: Callable[[int], str]
+
+
+class NonFiniteNotes:
+    """What of NaN and Inf is noted at the places of one model, until it is asked for.
+
+    Args:
+        places: Every place that may be quantised.
+        act: Gets the error of the earliest place with NaN or Inf, and may raise it.
+    """
+
+    def __init__(self, places: Sequence[Place], act: Callable[[NonFiniteError], None]) -> None:
+        self._places = tuple(places)
+        self._act = act
+        # With the first values: a model may move to its device after it was built.
+        self._notes: torch.Tensor | None = None
+        self._of: dict[Place, torch.Tensor] = {}
+        # In the order of execution.
+        self._seen: dict[Place, _Seen] = {}
+
+    def of(
+        self, place: Place, values: torch.Tensor, row_name: Callable[[int], str]
+    ) -> torch.Tensor:
+        """Gives where `note_bad_values` notes what it sees at a place.
+
+        Args:
+            place: Decoder layer and site.
+            values: float [N, K]; what is about to be quantised.
+            row_name: Gives the name of a row; called when somebody asks, if it is bad.
+
+        Returns:
+            int64 [1] where the values are.
+
+        Raises:
+            NonFiniteError: See `ask`: a place that comes again in a pass is asked for before.
+        """
+        if place in self._seen:
+            self.ask()
+        if self._notes is None:
+            shape, device = (len(self._places), 1), values.device
+            self._notes = torch.full(shape, ALL_FINITE, dtype=torch.int64, device=device)
+            self._of = dict(zip(self._places, self._notes.unbind(), strict=True))
+        self._seen[place] = _Seen(values.shape[1], row_name)
+        return self._of[place]
+
+    def ask(self) -> None:
+        """Acts on the earliest place with NaN or Inf; waits for the device if any place was seen.
+
+        Raises:
+            NonFiniteError: There is one, and no one else takes it.
+        """
+        if not self._seen:
+            return
+        seen, self._seen = self._seen, {}
+        notes = self._read()
+        for place, names in seen.items():
+            bad = first_bad_value(notes[place])
+            if bad is not None:
+                self._clear()
+                self._act(_error(place, names, *bad))
+                return
+
+    def forget(self) -> None:
+        """Lets go of what a pass noted that ended otherwise."""
+        if self._seen:
+            self._seen = {}
+            self._clear()
+
+    def _read(self) -> dict[Place, int]:
+        assert self._notes is not None, "a place was seen"
+        return dict(zip(self._places, self._notes.flatten().tolist(), strict=True))
+
+    def _clear(self) -> None:
+        assert self._notes is not None, "a place was seen"
+        self._notes.fill_(ALL_FINITE)
+
+
+def _error(place: Place, names: _Seen, index: int, value: float) -> NonFiniteError:
+    row, column = divmod(index, names.num_columns)
+    return NonFiniteError(
+        f"{value} at {place_name(place)}, {names.row_name(row)}, column {column}: quantisers "
+        "need finite values; look at the loss and the gradient norm of the steps before"
+    )
