@@ -8,11 +8,19 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
-from megatron_trace.formats import NUMBER_FORMATS, NumberFormat, kernels_guided, ops
+from megatron_trace.formats import (
+    NUMBER_FORMATS,
+    NumberFormat,
+    kernels_guard,
+    kernels_guided,
+    ops,
+)
 from megatron_trace.formats.kernels_guided import RowLaunch
-from megatron_trace.hints import guided
-from megatron_trace.hints.guard import THRESHOLDS
+from megatron_trace.hints import guard, guided
+from megatron_trace.hints.guard import THRESHOLDS, GuardThresholds
 from megatron_trace.testing.assertions import assert_same_bytes
 from megatron_trace.testing.hard_inputs import hard_rows
 from megatron_trace.testing.kernel_equality import row_scales
@@ -139,6 +147,44 @@ def _compare_rows(
     assert counts[0].tolist() == counts[1].tolist(), f"{what} rejected {counts}"
 
 
+@triton.jit
+def _decide(blocks_ptr, bits_ptr, accepted_ptr, num_rows, far, parity, T: tl.constexpr):
+    row = tl.program_id(0) * T + tl.arange(0, T)
+    there = row < num_rows
+    blocks = tl.load(blocks_ptr + row, mask=there, other=0)
+    bits = tl.load(bits_ptr + row, mask=there, other=0)
+    tl.store(accepted_ptr + row, kernels_guard.accepts(blocks, bits, far, parity), mask=there)
+
+
+def compare_decisions(device: str) -> None:
+    """Asserts that shares at and beside a threshold are decided as in torch, here and there."""
+    octets = torch.arange(1, 8192)
+    for share in (0.0, 0.05, 0.1, 0.25, 0.3, 1 / 3, 0.65, 0.7, 0.9, 0.97, 1.0):
+        thresholds = GuardThresholds(share, 2, share)
+        ties = 0
+        for unit, is_far in ((1, True), (8, False)):
+            whole = (octets * unit)[:, None]
+            near = (whole * share).round().long() + torch.arange(-1, 2)
+            part = torch.minimum(near.clamp(min=0), whole).flatten()
+            whole = whole.expand(-1, 3).flatten()
+            ties += int((part == whole * share).sum())
+            # The other number accepts.
+            none = torch.zeros_like(part)
+            counts = torch.stack((part, whole, none, none) if is_far else (none, none, part, whole))
+            expected = guard._health(counts, thresholds).accepted
+            on_device = guard._health(counts.to(device), thresholds).accepted.cpu()
+            packed = [
+                (counts[i] | (counts[i + 1] // of << 16)).int().to(device)
+                for i, of in ((0, 1), (2, 8))
+            ]
+            accepted = torch.zeros(len(part), dtype=torch.bool, device=device)
+            shares = thresholds.limits[1:]
+            _decide[(-(-len(part) // 8192),)](*packed, accepted, len(part), *shares, T=8192)
+            assert_same_bytes(on_device, expected, f"torch {share} {is_far}")
+            assert_same_bytes(accepted.cpu(), expected, f"kernel {share} {is_far}")
+        assert ties, f"no share is {share}"
+
+
 def compare_refusals(device: str) -> None:
     """Asserts that what does not fit x is refused, and that no rows are none."""
     x = torch.ones(4, 32, device=device)
@@ -186,6 +232,7 @@ def main() -> None:
 
         emulated_ptx.install()
     compare_refusals(device)
+    compare_decisions(device)
     formats = [NUMBER_FORMATS[name] for name in names.split(",")]
     compared = [compare(fmt, getattr(torch, dtype), device) for fmt in formats]
     sys.stdout.write(f"{compared} inputs")
