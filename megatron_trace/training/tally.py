@@ -220,7 +220,8 @@ class Tally:
         on_device = {} if self._device_counts is None else self._device_counts.by_place()
         for place, counts in self._rows.items():
             sites[place[1]].update(counts)
-            sites[place[1]].update(on_device[place])
+            # Of formats without a global scale, and without hints, nothing is counted there.
+            sites[place[1]].update(on_device.get(place, {}))
         mismatch: dict[Site, CodeMismatch] = {}
         for (_, site), counts in self.code_mismatch.items():
             mismatch[site] = mismatch.get(site, CodeMismatch()) + counts
