@@ -68,7 +68,7 @@ def guided_codes(
             order=order,
             rejected=rejected,
         )
-    rows = _hint_rows(hint, scale_bytes, has_hint, order)
+    rows = rows_in_order(hint, scale_bytes, has_hint, order)
     how: dict[str, Any] = {
         "num_bits": num_bits,
         "number_format": number_format,
@@ -144,7 +144,7 @@ def guided_values(
             rejected=rejected,
         )
         return ops.straight_through(x, y) if x.requires_grad else y, accepted
-    rows = _hint_rows(hint, scale_bytes, has_hint, order)
+    rows = rows_in_order(hint, scale_bytes, has_hint, order)
     how: dict[str, Any] = {
         "num_bits": num_bits,
         "number_format": number_format,
@@ -156,30 +156,33 @@ def guided_values(
     return y, accepted
 
 
-def _hint_rows(
+def rows_in_order(
     hint: torch.Tensor,
     scale_bytes: torch.Tensor,
     has_hint: torch.Tensor,
     order: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gives hint, scale bytes and flags of each row of x, as `guided_values` is given them.
+    """Gives hint, scale bytes and flags of each row of x.
+
+    Args:
+        hint: uint8 [M, bytes]; see `guided_values`, like the others.
+        scale_bytes: uint8 [M, B].
+        has_hint: bool [M / s].
+        order: int32 [N], or None.
 
     Raises:
         ValueError: There are not as many scale bytes, or no whole number of rows for each flag.
     """
-    if len(scale_bytes) != len(hint) or len(hint) % max(len(has_hint), 1):
+    rows_of_flag, left = divmod(len(hint), max(len(has_hint), 1))
+    if len(scale_bytes) != len(hint) or left:
         raise ValueError(
             "hint and scale_bytes need as many rows, a multiple of those of has_hint; got "
             f"{len(hint)}, {len(scale_bytes)} and {len(has_hint)}"
         )
     if order is None:
         return hint, scale_bytes, has_hint
-    rows_of_flag = len(hint) // max(len(has_hint), 1)
-    return (
-        hint.index_select(0, order),
-        scale_bytes.index_select(0, order),
-        has_hint.index_select(0, order // max(rows_of_flag, 1)),
-    )
+    flags = has_hint.index_select(0, order // max(rows_of_flag, 1))
+    return hint.index_select(0, order), scale_bytes.index_select(0, order), flags
 
 
 def _add_rejected(

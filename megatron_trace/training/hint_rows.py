@@ -15,6 +15,7 @@ import torch
 from megatron_trace.config import Implementation
 from megatron_trace.formats import ops, residue_bytes
 from megatron_trace.formats.number_format import NVFP4, NumberFormat
+from megatron_trace.hints.guided import rows_in_order
 from megatron_trace.metrics import UsedHints
 
 RowMove = Callable[[torch.Tensor], torch.Tensor]
@@ -91,16 +92,12 @@ class HintRows:
 
     def in_order(self) -> HintRows:
         """Gives the rows in the order of the operand's."""
-        order = self.order
-        if order is None:
+        if self.order is None:
             return self
-        rows_of_flag = len(self.payload) // max(len(self.has_hint), 1)
+        given = self.payload, self.scale_bytes, self.has_hint
+        payload, scale_bytes, has_hint = rows_in_order(*given, self.order)
         return replace(
-            self,
-            payload=self.payload.index_select(0, order),
-            scale_bytes=self.scale_bytes.index_select(0, order),
-            has_hint=self.has_hint.index_select(0, order // max(rows_of_flag, 1)),
-            order=None,
+            self, payload=payload, scale_bytes=scale_bytes, has_hint=has_hint, order=None
         )
 
     def restored(
