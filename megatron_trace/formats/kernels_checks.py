@@ -67,7 +67,7 @@ def note_bad_values(
         compiled[grid](*pointers, num_blocks, limit, *constants.values())
         return
     with torch.cuda.device_of(x):
-        compiled = _kernel[grid](*tensors, num_blocks, limit, **constants, num_warps=4)
+        compiled = _note_kernel[grid](*tensors, num_blocks, limit, **constants, num_warps=4)
     if aligned and not INTERPRETED:
         _compiled[kind] = compiled
 
@@ -81,7 +81,7 @@ def _rounded(limit: float, dtype: torch.dtype) -> float:
     do_not_specialize=["num_blocks", "limit"],
     do_not_specialize_on_alignment=["first_bad_ptr", "num_beyond_ptr"],
 )
-def _kernel(
+def _note_kernel(
     x_ptr,
     first_bad_ptr,
     num_beyond_ptr,

@@ -367,7 +367,9 @@ def test_updates_with_nan_gradients_are_skipped_and_counted_up_to_a_number(start
 
 
 @pytest.mark.parametrize("updates", [1, 2])
-def test_an_activation_that_is_nan_skips_every_update_of_its_step(started, updates):
+def test_an_activation_that_is_nan_skips_every_update_of_its_step_and_is_named(
+    started, updates, caplog
+):
     run = started("qat", updates_per_rollout=updates)
     samples, rows = roll_out(run)
     advantages = group_advantages(
@@ -378,6 +380,7 @@ def test_an_activation_that_is_nan_skips_every_update_of_its_step(started, updat
         weight.fill_(float("nan"))
     update = train(run, samples, advantages)
     assert (update.num_skipped, update.losses) == (updates, [])
+    assert "nothing is updated: nan at layer 0, site k, sample " in caplog.text
 
 
 def test_a_loss_that_is_not_finite_skips_the_update(started, monkeypatch):
