@@ -42,7 +42,7 @@ def reads():
         yield counted
 
 
-def _trainer(rolled, method="trace", **options):
+def _trainer(rolled, method: Any = "trace", **options):
     model: Any
     model, sites = tiny_trainer(method, settings=rolled.settings, **options)
     model.train()
