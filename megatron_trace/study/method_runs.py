@@ -126,6 +126,11 @@ class RunPlan:
             )
 
     @property
+    def is_of_one_policy(self) -> bool:
+        """Whether no weight moves: it is evaluated once, at the end, and nothing is to be saved."""
+        return self.base.optimizer.learning_rate == 0.0
+
+    @property
     def name(self) -> str:
         """Name of the run, the same for all seeds."""
         return self.variant + (f"-perturb-{self.perturb:g}" if self.perturb else "")
@@ -185,7 +190,8 @@ def do_run(plan: RunPlan, problem: Problem, work: Path) -> None:
     )
     held_out = HeldOutLog(folder / HELD_OUT_FILE, last_step=run.progress.step)
     with record.running():
-        held_out.evaluate(run, problem.held_out, every=plan.evaluate_every, steps=plan.steps)
+        if not plan.is_of_one_policy:
+            held_out.evaluate(run, problem.held_out, every=plan.evaluate_every, steps=plan.steps)
         log = MetricsLog(folder / "metrics.jsonl", first_step=run.progress.step)
         rollouts = plan.ahead and AsyncRollouts(run, plan.ahead, num_steps=plan.steps)
         while run.progress.step < plan.steps:
@@ -196,17 +202,16 @@ def do_run(plan: RunPlan, problem: Problem, work: Path) -> None:
             if stops and rollouts:
                 rollouts.abandon()
             done = run.progress.step
-            if run.progress.num_updates and (
-                stops or done == plan.steps or done % plan.save_every == 0
-            ):
+            is_due = stops or done == plan.steps or done % plan.save_every == 0
+            if run.progress.num_updates and is_due and not plan.is_of_one_policy:
                 saved = checkpoint.save(run, folder / "checkpoints", identity=plan.identity)
                 checkpoint.drop_others(saved)
             if stops:
                 raise SystemExit(f"stopped after step {metrics['step']}, as {stops}")
-        if plan.variant == "bf16":
+        if plan.variant == "bf16" and not plan.is_of_one_policy:
             _evaluate_in_fp4(run, plan, problem, held_out)
         shares = held_out.shares()
-        record.held_out |= {"before": shares[0], "after": shares[plan.steps]}
+        record.held_out |= {"before": shares[min(shares)], "after": shares[max(shares)]}
 
 
 class HeldOutLog:

@@ -100,6 +100,10 @@ RECIPE = Recipe(
         Phase(steps=123, num_rows=8, row_tokens=8192, rows_at_once=8),
     ),
 )
+# The first phase alone: for problems that are short.
+SHORT_ROWS = Recipe(
+    name="moe_100m_short", phases=RECIPE.phases[:1], prompt_tokens=(16, 64, 128, 256)
+)
 # As wide, but of two layers and hardly trained: it tries the whole study in a minute.
 REHEARSAL = Recipe(
     name="moe_100m_rehearsal",

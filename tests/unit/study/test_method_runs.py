@@ -126,7 +126,7 @@ def test_a_fixed_policy_is_trained_by_every_method_at_a_rate_of_0(
 ) -> None:
     options = options_of(tool, tmp_path, "--fixed-policy")
     plans = tool.plans_of(options)
-    assert (options.name, {plan.steps for plan in plans}) == ("cpu-fixed-policy", {6})
+    assert (options.name, {plan.steps for plan in plans}) == ("cpu-fixed-policy", {4})
     assert {plan.variant for plan in plans} == set(VARIANTS)
     assert {plan.settings.optimizer.learning_rate for plan in plans} == {0.0}
     (training, *_) = tool.plans_of(options_of(tool, tmp_path))
