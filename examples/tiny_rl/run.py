@@ -166,6 +166,9 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
                     f"{flag} has no effect on --runs {' '.join(options.runs)}, which set "
                     "it; use --runs flags"
                 )
+    for name in ("runs", "seeds"):
+        if len(set(getattr(options, name))) < len(getattr(options, name)):
+            parser.error(f"--{name} names one twice: {' '.join(map(str, getattr(options, name)))}")
     for name in ("steps", "prompts", "samples", "held_out", "context", "max_response_tokens"):
         if (number := getattr(options, name)) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1; got {number}")

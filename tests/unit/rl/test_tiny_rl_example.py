@@ -245,6 +245,8 @@ def test_a_flag_of_the_quantised_runs_leaves_the_one_in_bf16_as_it_is(demo):
         ),
         ("--tasks nowhere.jsonl", "--tasks nowhere.jsonl does not exist"),
         ("--learning-rate nan", "learning_rate must be >= 0 and finite; got nan"),
+        ("--seeds 0 1 0", "--seeds names one twice: 0 1 0"),
+        ("--runs trace trace", "--runs names one twice"),
         ("--steps 0", "--steps must be at least 1; got 0"),
     ],
 )
