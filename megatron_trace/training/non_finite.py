@@ -8,7 +8,6 @@ the notes of all places at the end of the pass: before a loss or a gradient is m
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -16,13 +15,8 @@ from megatron_trace.formats.bad_values import ALL_FINITE, first_bad_value
 from megatron_trace.training.rounding import NonFiniteError
 from megatron_trace.training.shape import Place, place_name
 
-
-@dataclass(frozen=True)
-class _Seen:
-    """Names of what a place was given: the values are gone when somebody asks."""
-
-    num_columns: int
-    row_name: Callable[[int], str]
+# Gives the name of a row.
+RowName = Callable[[int], str]
 
 
 class NonFiniteNotes:
@@ -39,18 +33,17 @@ class NonFiniteNotes:
         # With the first values: a model may move to its device after it was built.
         self._notes: torch.Tensor | None = None
         self._of: dict[Place, torch.Tensor] = {}
-        # In the order of execution.
-        self._seen: dict[Place, _Seen] = {}
+        # In the order of execution: columns and names of rows, as the values are gone when somebody
+        # asks.
+        self._seen: dict[Place, tuple[int, RowName]] = {}
 
-    def of(
-        self, place: Place, values: torch.Tensor, row_name: Callable[[int], str]
-    ) -> torch.Tensor:
+    def of(self, place: Place, values: torch.Tensor, row_name: RowName) -> torch.Tensor:
         """Gives where `note_bad_values` notes what it sees at a place.
 
         Args:
             place: Decoder layer and site.
             values: float [N, K]; what is about to be quantised.
-            row_name: Gives the name of a row; called when somebody asks, if it is bad.
+            row_name: Called when somebody asks, if a value of the row is bad.
 
         Returns:
             int64 [1] where the values are.
@@ -64,7 +57,7 @@ class NonFiniteNotes:
             shape, device = (len(self._places), 1), values.device
             self._notes = torch.full(shape, ALL_FINITE, dtype=torch.int64, device=device)
             self._of = dict(zip(self._places, self._notes.unbind(), strict=True))
-        self._seen[place] = _Seen(values.shape[1], row_name)
+        self._seen[place] = values.shape[1], row_name
         return self._of[place]
 
     def ask(self) -> None:
@@ -77,11 +70,12 @@ class NonFiniteNotes:
             return
         seen, self._seen = self._seen, {}
         notes = self._read()
-        for place, names in seen.items():
+        for place, (num_columns, row_name) in seen.items():
             bad = first_bad_value(notes[place])
             if bad is not None:
                 self._clear()
-                self._act(_error(place, names, *bad))
+                (row, column), value = divmod(bad[0], num_columns), bad[1]
+                self._act(_error(place, row_name(row), column, value))
                 return
 
     def forget(self) -> None:
@@ -99,9 +93,8 @@ class NonFiniteNotes:
         self._notes.fill_(ALL_FINITE)
 
 
-def _error(place: Place, names: _Seen, index: int, value: float) -> NonFiniteError:
-    row, column = divmod(index, names.num_columns)
+def _error(place: Place, row: str, column: int, value: float) -> NonFiniteError:
     return NonFiniteError(
-        f"{value} at {place_name(place)}, {names.row_name(row)}, column {column}: quantisers "
-        "need finite values; look at the loss and the gradient norm of the steps before"
+        f"{value} at {place_name(place)}, {row}, column {column}: quantisers need finite values; "
+        "look at the loss and the gradient norm of the steps before"
     )

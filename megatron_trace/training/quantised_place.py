@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -36,6 +37,11 @@ class QuantisedPlace:
     nearest: Rounding
     thresholds: GuardThresholds | None
     add_up: Callable[[torch.Tensor], torch.Tensor] | None
+
+    @functools.cached_property
+    def largest(self) -> float | None:
+        """`Rounding.largest` of its values."""
+        return self.nearest.largest
 
     def rounding(
         self,

@@ -488,12 +488,12 @@ class TraceSites:
             row_name: Gives the name of a row.
             counted: Whether saturated blocks are counted.
         """
-        place, nearest = known.place, known.nearest
+        place, largest = known.place, known.largest
         note = self._notes.of(place, values, row_name) if self.trace.check_finite else None
-        count, largest = None, nearest.largest
+        count = None
         if counted and largest is not None:
             count = self._tally.saturated(place, values.device)
-        block_size = nearest.number_format.block_size
+        block_size = known.nearest.number_format.block_size
         note_bad_values(values, note, count, largest or 0.0, block_size)
 
     def _act_on(self, error: NonFiniteError) -> None:
