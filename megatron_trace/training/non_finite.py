@@ -24,12 +24,14 @@ class NonFiniteNotes:
 
     Args:
         places: Every place that may be quantised.
-        act: Gets the error of the earliest place with NaN or Inf, and may raise it.
+        taker: Gives who takes the error of the earliest place with NaN or Inf; None raises it.
     """
 
-    def __init__(self, places: Sequence[Place], act: Callable[[NonFiniteError], None]) -> None:
+    def __init__(
+        self, places: Sequence[Place], taker: Callable[[], Callable[[NonFiniteError], None] | None]
+    ) -> None:
         self._places = tuple(places)
-        self._act = act
+        self._taker = taker
         # With the first values: a model may move to its device after it was built.
         self._notes: torch.Tensor | None = None
         self._of: dict[Place, torch.Tensor] = {}
@@ -61,7 +63,7 @@ class NonFiniteNotes:
         return self._of[place]
 
     def ask(self) -> None:
-        """Acts on the earliest place with NaN or Inf; waits for the device if any place was seen.
+        """Tells of the earliest place with NaN or Inf; waits for the device if any place was seen.
 
         Raises:
             NonFiniteError: There is one, and no one else takes it.
@@ -75,7 +77,11 @@ class NonFiniteNotes:
             if bad is not None:
                 self._clear()
                 (row, column), value = divmod(bad[0], num_columns), bad[1]
-                self._act(_error(place, row_name(row), column, value))
+                told = place, row_name(row), column, value
+                take = self._taker()
+                if take is None:
+                    raise NonFiniteError(_message(*told))
+                take(NonFiniteError(_message(*told)))
                 return
 
     def forget(self) -> None:
@@ -93,8 +99,8 @@ class NonFiniteNotes:
         self._notes.fill_(ALL_FINITE)
 
 
-def _error(place: Place, row: str, column: int, value: float) -> NonFiniteError:
-    return NonFiniteError(
+def _message(place: Place, row: str, column: int, value: float) -> str:
+    return (
         f"{value} at {place_name(place)}, {row}, column {column}: quantisers need finite values; "
         "look at the loss and the gradient norm of the steps before"
     )

@@ -76,7 +76,7 @@ class TraceSites:
         self._settings_digest = ""
         self._weight_rule: WeightRule | None = None
         self._quantised: dict[Place, QuantisedPlace] = {}
-        self._notes = NonFiniteNotes(shape.places, self._act_on)
+        self._notes = NonFiniteNotes(shape.places, lambda: self.on_non_finite)
         self._scopes = Scopes(model, self._notes)
         self._tally = Tally(shape.places)
         layers = set(trace.recorded_layers(shape.num_layers))
@@ -495,11 +495,6 @@ class TraceSites:
             count = self._tally.saturated(place, values.device)
         block_size = known.nearest.number_format.block_size
         note_bad_values(values, note, count, largest or 0.0, block_size)
-
-    def _act_on(self, error: NonFiniteError) -> None:
-        if self.on_non_finite is None:
-            raise error
-        self.on_non_finite(error)
 
     # Counters.
 

@@ -78,7 +78,7 @@ def _norm(model):
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_the_first_bad_value_of_the_earliest_place_is_named(value):
     errors = []
-    notes = NonFiniteNotes(PLACES, errors.append)
+    notes = NonFiniteNotes(PLACES, lambda: errors.append)
     good, bad, worse = torch.zeros(4, 32), torch.zeros(4, 32), torch.full((4, 32), math.nan)
     bad[1, 5], bad[2, 3], bad[1, 6] = value, math.nan, -math.inf
     # In the order of execution, which is not that of the places.
@@ -94,7 +94,7 @@ def test_the_first_bad_value_of_the_earliest_place_is_named(value):
 
 def test_what_was_noted_is_gone_once_it_was_told():
     errors = []
-    notes = NonFiniteNotes(PLACES, errors.append)
+    notes = NonFiniteNotes(PLACES, lambda: errors.append)
     for values in (torch.full((1, 16), math.inf), torch.zeros(1, 16)):
         note_bad_values(values, notes.of(PLACES[0], values, str), None, 0.0, 16)
         notes.ask()
@@ -103,7 +103,7 @@ def test_what_was_noted_is_gone_once_it_was_told():
 
 def test_a_place_that_comes_again_is_asked_for_before():
     errors = []
-    notes = NonFiniteNotes(PLACES, errors.append)
+    notes = NonFiniteNotes(PLACES, lambda: errors.append)
     for values, name in ((torch.full((1, 16), math.inf), "first"), (torch.zeros(1, 16), "second")):
         note = notes.of(PLACES[0], values, lambda row, name=name: name)
         note_bad_values(values, note, None, 0.0, 16)
