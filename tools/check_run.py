@@ -30,7 +30,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from check_run_judge import Judge, Logs, said, table
+from check_run_judge import MOST_OF_QAT, MOST_OF_QAT_ON_CPU, Judge, Logs, said, table
 
 ROOT = Path(__file__).resolve().parents[1]
 # Hints are read ahead, as in a large run.
@@ -126,8 +126,7 @@ class Run:
         """Gives the flags of a trainer but for its folders and layout."""
         return [
             f"--micro-batch-size={self.options.micro_batch}",
-            # At ten times as much, two steps move a wide model so far that the guard rejects hints.
-            "--lr=1e-6",
+            "--lr=1e-5",
             "--lr-decay-style=constant",
             "--log-interval=1",
             "--eval-iters=0",
@@ -406,7 +405,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise SystemExit(f"no part {', '.join(unknown)} here; there are {', '.join(names)}")
         parts = [part for part in parts if part.name in chosen]
     run.run(parts)
-    judge = Judge(run.logs, cpu=options.cpu, steps=options.steps)
+    patterns = (flag for flag in run.model() if flag.startswith("--hybrid-layer-pattern="))
+    delta_nets = any("G" in pattern.partition("=")[2] for pattern in patterns)
+    most_of_qat = MOST_OF_QAT_ON_CPU if options.cpu else MOST_OF_QAT[delta_nets]
+    judge = Judge(run.logs, most_of_qat=most_of_qat, steps=options.steps)
     first = judge.judge_all()
     problems = run.problems + judge.problems
     said(table(first))

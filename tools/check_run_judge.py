@@ -6,11 +6,18 @@ import re
 from pathlib import Path
 
 METRICS = ("log-prob gap", "kl rollout", "grad norm")
-# At most, the gap of trace over that of qat on the policy that rolled out: on a GPU, and of the
-# narrow model, in which BF16 and the order of sums weigh more than FP4's roundings.
-MOST_OF_QAT = {False: 0.5, True: 0.9}
-# After a checkpoint, sums of a GPU's atomic additions may be in another order.
-GOES_ON_WITHIN = 0.05
+# At most, the gap of trace over that of qat on the policy that rolled out: on an H200 .35 to .38,
+# with Gated DeltaNets .37 and .61, as fla rounds otherwise in a decode than in a prefill.
+MOST_OF_QAT = {False: 0.5, True: 0.8}
+# Of the narrow model, in which BF16 and the order of sums weigh more than FP4's roundings.
+MOST_OF_QAT_ON_CPU = 0.9
+# After a checkpoint, sums of a GPU's atomic additions may be in another order: a share of the
+# value, or (of a gap) as much as two passes over the same weights differ.
+GOES_ON_WITHIN, GOES_ON_NATS = 0.05, 1e-3
+LEAST_GUIDED_PERCENT = 99.9
+# These take the same samples twice: two steps move a wide model by .1 nats, and the guard rejects
+# some of its hints (99.4 % guided on an H200).
+LEAST_GUIDED_PERCENT_OF = {"trace": 95.0, "goes-on": 95.0}
 
 
 class Logs:
@@ -49,15 +56,15 @@ class Judge:
 
     Args:
         logs: What they printed.
-        cpu: Whether the model is narrow, on a CPU.
+        most_of_qat: Of the gap without hints, at most so much is left with them.
         steps: Steps of the job.
 
     Attributes:
         problems: What is wrong.
     """
 
-    def __init__(self, logs: Logs, *, cpu: bool, steps: int) -> None:
-        self.logs, self.cpu, self.steps = logs, cpu, steps
+    def __init__(self, logs: Logs, *, most_of_qat: float, steps: int) -> None:
+        self.logs, self.most_of_qat, self.steps = logs, most_of_qat, steps
         self.problems: list[str] = []
 
     def judge_all(self) -> dict[str, dict[str, float]]:
@@ -75,7 +82,7 @@ class Judge:
         ):
             if trace in first and qat in first:
                 gaps = [first[name]["log-prob gap"] for name in (trace, qat)]
-                if not gaps[0] < MOST_OF_QAT[self.cpu] * gaps[1]:
+                if not gaps[0] < self.most_of_qat * gaps[1]:
                     self.problems.append(
                         f"the gap of {trace} is {gaps[0]:.3g}, of {qat} {gaps[1]:.3g}"
                     )
@@ -119,7 +126,9 @@ class Judge:
                 self.problems.append(f"{name} did not round all rows of fc1 to nearest")
         elif {site for site, _ in guided} != {"fc1", "k", "v"}:
             self.problems.append(f"{name}: sites {guided}")
-        elif (low := min(float(share) for _, share in guided)) < 99.9:
+        elif (low := min(float(share) for _, share in guided)) < LEAST_GUIDED_PERCENT_OF.get(
+            name, LEAST_GUIDED_PERCENT
+        ):
             self.problems.append(f"{name}: only {low}% of the rows of a site were guided")
 
     def judge_goes_on(self) -> None:
@@ -135,7 +144,7 @@ class Judge:
             one, other = whole[3].get(name), after[3].get(name)
             if one is None or other is None:
                 continue
-            if abs(one - other) > GOES_ON_WITHIN * max(abs(one), 1e-3):
+            if abs(one - other) > max(GOES_ON_WITHIN * abs(one), GOES_ON_NATS):
                 self.problems.append(
                     f"step 3: {name} {other:.4g} after a checkpoint, not {one:.4g}"
                 )
