@@ -35,6 +35,11 @@ LAUNCHES = (
     RowLaunch(lanes=32, num_warps=4, tiles=2),
     RowLaunch(lanes=128, num_warps=4, tiles=2),
 )
+# In which some dequantised values are rounded; the interpreter truncates what becomes BF16.
+OPERAND_DTYPES = {
+    "cpu": {torch.float32: torch.float16},
+    "cuda": {torch.float32: torch.bfloat16, torch.float16: torch.bfloat16},
+}
 # Of other calls.
 REJECTED = 5
 
@@ -124,27 +129,61 @@ def _compare_rows(
     # The interpreter mistakes denormal BF16 numbers, which only come out under a denormal scale.
     is_denormal = device == "cpu" and "global_scale_denormal torch.bfloat16" in what
     kind = "codes" if is_denormal else ("values", "codes")[turn // 2 % 2]
+    dtype = OPERAND_DTYPES[device].get(x.dtype) if turn // 3 % 3 == 1 else None
+    how = {"num_bits": bits} | ({"dtype": dtype} if kind == "values" else {})
     got = getattr(kernels_guided, f"guided_{kind}")(
         *map(on_device, given),
         fmt,
         thresholds.limits,
-        num_bits=bits,
         order=on_device(order),
         rejected=counts[0],
         launch=launch,
+        **how,
     )
     expected = getattr(guided, f"guided_{kind}")(
         *given,
-        num_bits=bits,
         thresholds=thresholds,
         number_format=fmt,
         order=order,
         rejected=counts[1],
         implementation="torch",
+        **how,
     )
     for mine, theirs in zip(got, expected, strict=True):
-        assert_same_bytes(mine.cpu(), theirs, f"{what} {kind}", any_nan=True)
+        assert_same_bytes(mine.cpu(), theirs, f"{what} {kind} {dtype}", any_nan=True)
     assert counts[0].tolist() == counts[1].tolist(), f"{what} rejected {counts}"
+
+
+def compare_kinds(device: str) -> None:
+    """Compares calls that differ in one kind of argument, which must not share a plan."""
+    fmt, usual, other = NUMBER_FORMATS["nvfp4"], torch.float32, torch.float16
+    rows = torch.randn(4, 64, dtype=other)
+    _, hint, scale_bytes = ops.rtn_record(rows, 0.002, num_bits=1, implementation="torch")
+    flags = torch.tensor([True, False, True, True])
+    one, some = torch.tensor(0.002), torch.tensor([[0.002], [0.003], [0.002], [0.002]])
+    reverse = torch.arange(3, -1, -1).int()
+    for x_dtype, dtype, scale, num_flags, launch in (
+        (usual, None, 0.002, 4, None),
+        (other, None, 0.002, 4, None),
+        (usual, other, 0.002, 4, None),
+        (usual, None, one, 4, None),
+        (usual, None, some, 4, None),
+        (usual, None, 0.002, 2, None),
+        (usual, None, 0.002, 4, RowLaunch(lanes=4, num_warps=1, tiles=1)),
+    ):
+        x = (rows.float() * 1.01).to(x_dtype)
+        given = x, hint, scale_bytes, flags[:num_flags], scale
+        there = [one.to(device) if isinstance(one, torch.Tensor) else one for one in given]
+        thresholds, how = THRESHOLDS["nvfp4"], {"num_bits": 1, "dtype": dtype}
+        got = kernels_guided.guided_values(
+            *there, fmt, thresholds.limits, order=reverse.to(device), launch=launch, **how
+        )
+        expected = guided.guided_values(
+            *given, order=reverse, thresholds=thresholds, implementation="torch", **how
+        )
+        for mine, theirs in zip(got, expected, strict=True):
+            assert_same_bytes(mine.cpu(), theirs, f"{x_dtype} {dtype} {scale} {num_flags} {launch}")
+    assert len(kernels_guided._plans) == 7
 
 
 @triton.jit
@@ -231,6 +270,9 @@ def main() -> None:
         import emulated_ptx
 
         emulated_ptx.install()
+    # Once: on a GPU each kind is a kernel.
+    if dtype == "float32" and "nvfp4" in names.split(","):
+        compare_kinds(device)
     compare_refusals(device)
     compare_decisions(device)
     formats = [NUMBER_FORMATS[name] for name in names.split(",")]
