@@ -270,7 +270,8 @@ def _errors(
     for layer in engine.layers:
         for expert, matrix, linear in named_expert_linears(layer):
             place = layer.index, expert, matrix
-            weight = weights[names[id(linear.weight)]].bfloat16()
+            device = packed[place].packed_codes.device
+            weight = weights[names[id(linear.weight)]].to(device, torch.bfloat16)
             mean = hessians[place].mean()
             plain += float(block_errors(weight, packed[place]).sum())
             if mean is not None:

@@ -337,7 +337,10 @@ def _put_rows(
     scale_bytes: torch.Tensor,
     valid: torch.Tensor,
 ) -> None:
-    """Puts the rows of hints where they are to stand; those of several short ones by one call."""
+    """Puts the rows of hints where they are to stand; those of several short ones by one call.
+
+    Hints may be on another device: a study keeps them on its GPU, rows are read into host memory.
+    """
     if len(hints) == 1:
         hint, place = hints[0]
         rows = slice(place.start, place.stop, place.step)
@@ -345,8 +348,10 @@ def _put_rows(
         return
     numbers = [np.arange(place.start, place.stop, place.step) for _, place in hints]
     rows = torch.from_numpy(np.concatenate(numbers)).to(payload.device)
-    payload.index_copy_(0, rows, torch.cat([hint.payload for hint, _ in hints]))
-    scale_bytes.index_copy_(0, rows, torch.cat([hint.scale_bytes for hint, _ in hints]))
+    own = torch.cat([hint.payload for hint, _ in hints])
+    payload.index_copy_(0, rows, own.to(payload.device))
+    own = torch.cat([hint.scale_bytes for hint, _ in hints])
+    scale_bytes.index_copy_(0, rows, own.to(payload.device))
     valid.index_fill_(0, rows, True)
 
 

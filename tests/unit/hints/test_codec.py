@@ -18,7 +18,7 @@ from megatron_trace.hints import (
     payload_bits,
     stack_rows,
 )
-from megatron_trace.hints.codec import NVFP4, encode_hints, encode_narrowed_hint
+from megatron_trace.hints.codec import NVFP4, encode_hints, encode_narrowed_hint, placed_rows
 
 KEY = HintKey("s0", layer=3, site=Site.FC1, policy_version=7, settings_digest="abc")
 
@@ -279,6 +279,22 @@ def test_long_and_short_hints_stand_at_their_place_alike() -> None:
         assert torch.equal(payload[: hint.num_rows, column], hint.payload)
         assert torch.equal(scale_bytes[: hint.num_rows, column], hint.scale_bytes)
         assert valid[:, column].tolist() == [row < hint.num_rows for row in range(301)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [(300, 2, 3, 257), (300,)])
+def test_hints_of_a_gpu_are_placed_into_host_memory(rows: tuple[int, ...]) -> None:
+    hints = [encode_hint(KEY, *codes_and_scales(n, 32, seed=n), 0.5, 1) for n in rows]
+    places = [range(300 * n, 300 * n + 300) for n in range(len(rows))]
+    of_gpu = [
+        dataclasses.replace(h, payload=h.payload.cuda(), scale_bytes=h.scale_bytes.cuda())
+        for h in hints
+    ]
+    found = placed_rows(
+        of_gpu, places, 300 * len(rows), lambda shape, dtype: torch.zeros(shape, dtype=dtype)
+    )
+    for got, expected in zip(found, placed_rows(hints, places, 300 * len(rows)), strict=True):
+        assert torch.equal(got, expected)
 
 
 def test_stacked_residues_stay_packed() -> None:

@@ -67,7 +67,7 @@ def test_zig_zag_is_that_of_megatrons_rotary_embedding(cp_size):
 
     from megatron.core.models.common.embeddings.rope_utils import get_pos_emb_on_this_cp_rank
 
-    positions = torch.arange(4 * cp_size).view(-1, 1)
+    positions = torch.arange(4 * cp_size, device=torch.cuda.current_device()).view(-1, 1)
     for rank in range(cp_size):
         theirs = get_pos_emb_on_this_cp_rank(positions, 0, Group(rank))
         assert flat(cp_positions(4 * cp_size, cp_size, rank)) == theirs.flatten().tolist()

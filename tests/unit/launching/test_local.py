@@ -8,6 +8,11 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.skipif(
+    len(list(Path("/dev").glob("nvidia[0-9]*"))) == 1,
+    reason="a node with one GPU is refused for jobs of two ranks",
+)
+
 ROOT = Path(__file__).parents[3]
 # In place of Python: a version for each time that both ranks trained.
 PROGRAMS = """#!/bin/bash

@@ -193,7 +193,7 @@ def _model() -> Any:
 
 @torch.no_grad()
 def _outputs(model: Any) -> torch.Tensor:
-    tokens = torch.arange(8)[None]
+    tokens = torch.arange(8, device=torch.cuda.current_device())[None]
     return model(tokens, tokens, None)
 
 

@@ -43,8 +43,9 @@ def _logits(tensors, shape, tokens):
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(weights[name])
-        positions = torch.arange(tokens.shape[1]).expand_as(tokens)
-        return model(tokens, positions, causal_mask(tokens.shape[1]))
+        tokens = tokens.to(torch.cuda.current_device())
+        positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        return model(tokens, positions, causal_mask(tokens.shape[1]).to(tokens.device)).cpu()
 
 
 def test_a_llama_by_gguf_name_gives_its_own_logits_in_our_model():

@@ -43,7 +43,8 @@ def weights():
 
 @pytest.fixture(scope="module")
 def tokens():
-    return torch.randint(0, 32, (4, 30), generator=torch.Generator().manual_seed(2))
+    tokens = torch.randint(0, 32, (4, 30), generator=torch.Generator().manual_seed(2))
+    return tokens.to(torch.cuda.current_device())
 
 
 def _whole(config, pattern, weights):
@@ -76,8 +77,8 @@ def _upcycled(weights, upcycling):
 
 @torch.no_grad()
 def _logits(model, tokens):
-    positions = torch.arange(tokens.shape[1]).expand_as(tokens)
-    return model(tokens, positions, causal_mask(tokens.shape[1]))
+    positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+    return model(tokens, positions, causal_mask(tokens.shape[1]).to(tokens.device))
 
 
 def test_the_parts_of_a_model_compute_what_the_whole_computes(weights, tokens):
@@ -122,5 +123,5 @@ def test_every_neuron_of_the_mlp_is_in_every_group_once(weights):
     for group in range(UPCYCLING.num_groups):
         experts = [f"{name}.experts.local_experts.{2 * group + part}" for part in range(2)]
         slices = [upcycled[f"{expert}.linear_fc2.weight"] / 2 for expert in experts]
-        dealt = torch.cat(slices, dim=1)
+        dealt = torch.cat(slices, dim=1).to(columns.device)
         torch.testing.assert_close(dealt[0].sort().values, columns[0].sort().values)
