@@ -91,9 +91,15 @@ def read_run(folder: Path) -> RunFolder:
     seed = _SEED_FOLDER.fullmatch(folder.parent.name)
     run = RunFolder(folder, name="", seed=int(seed[1]) if seed else None)
     run.name = run.place.name
-    if not folder.is_dir():
+    try:
+        next(folder.iterdir(), None)
+    except (FileNotFoundError, NotADirectoryError):
         run.status = "no such folder"
         run.problems.append(f"{folder} does not exist")
+        return run
+    except OSError as error:
+        run.status = "cannot be read"
+        run.problems.append(str(error))
         return run
     record = _read_record(folder / RUN_FILE, run)
     _take_record(run, record)
@@ -109,7 +115,12 @@ def _run_folders(path: Path, seen: set[Path]) -> Iterator[Path]:
     if path.resolve() in seen:  # A link that leads back.
         return
     seen.add(path.resolve())
-    names = {child.name for child in path.iterdir()}
+    try:
+        children = sorted(path.iterdir())
+    except OSError:  # `read_run` tells why.
+        yield path
+        return
+    names = {child.name for child in children}
     if TRAINING_FOLDER in names:
         yield path / TRAINING_FOLDER
         return
@@ -117,7 +128,7 @@ def _run_folders(path: Path, seen: set[Path]) -> Iterator[Path]:
     if is_run or _SEED_FOLDER.fullmatch(path.parent.name):
         yield path
         return
-    for child in sorted(path.iterdir()):
+    for child in children:
         if child.is_dir() and not _IGNORED.fullmatch(child.name):
             yield from _run_folders(child, seen)
 

@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -110,6 +111,26 @@ def test_runs_of_one_name_and_seed_are_told_apart_by_the_folder_above(write_run,
 def test_a_folder_given_twice_is_one_run(write_run, tmp_path):
     folder = write_run("seed-0/qat", [])
     assert len(find_runs([folder, tmp_path])) == 1
+
+
+def test_a_folder_of_others_is_named_and_the_runs_beside_it_are_read(
+    write_run, tmp_path, monkeypatch
+):
+    """As root, who may run the tests, reads every folder, its lack of permission is played."""
+    write_run("seed-0/qat", [{"step": 0}])
+    (tmp_path / "theirs").mkdir()
+    listed = Path.iterdir
+
+    def iterdir(path):
+        if path.name == "theirs":
+            raise PermissionError(13, "Permission denied", str(path))
+        return listed(path)
+
+    monkeypatch.setattr(Path, "iterdir", iterdir)
+    runs = {run.name: run for run in find_runs([tmp_path])}
+    assert [len(runs[name].records) for name in ("qat", "theirs")] == [1, 0]
+    assert runs["theirs"].status == "cannot be read"
+    assert "Permission denied" in runs["theirs"].problems[0]
 
 
 def test_a_run_that_links_lead_to_is_one_run(write_run, tmp_path):
