@@ -105,6 +105,7 @@ class AsyncRollouts:
 
         Raises:
             RuntimeError: As of `rl_step`; samples in flight are lost then.
+            ValueError: The run has done all of its steps.
         """
         try:
             metrics = rl_step(run, self._roll_out)
@@ -121,6 +122,8 @@ class AsyncRollouts:
 
     def _roll_out(self, run: RlRun) -> tuple[list[RolloutSample], list[int]]:
         step = run.progress.step
+        if step >= self.num_steps:
+            raise ValueError(f"step {step} is beyond the run's num_steps={self.num_steps}")
         session = self._session
         if session is None:
             session = self._session = run.engine.open_session(

@@ -106,6 +106,14 @@ def test_a_run_that_is_saved_where_it_drains_resumes_bit_for_bit(build, started,
     assert same_weights(second, through)
 
 
+def test_a_step_beyond_the_last_is_refused(started):
+    run = started("bf16")
+    rollouts = AsyncRollouts(run, AsyncSettings(), num_steps=1)
+    rollouts.step(run)
+    with pytest.raises(ValueError, match="step 1 is beyond the run's num_steps=1"):
+        rollouts.step(run)
+
+
 def test_samples_in_flight_are_not_saved(started, tmp_path):
     run = started("trace", **AHEAD)
     rollouts = AsyncRollouts(run, AsyncSettings(), num_steps=4)
