@@ -163,6 +163,16 @@ def test_a_cell_of_the_trainers_own_scales_reads_the_bits_only(make_study):
     assert different["rollout"] < different["nearest"]
 
 
+@pytest.mark.parametrize("codes", ["no", "site"])
+def test_rows_that_the_guard_rejects_are_counted_whether_or_not_codes_are_compared(
+    make_study, codes
+):
+    rows = make_study().measurer.measure(Cell("x", damage="shuffled", codes=codes))[0]
+    for site in ("fc1", "k", "v"):
+        counts = [row["rows"][site] for row in rows]
+        assert sum(of["guided"] for of in counts) < 0.1 * sum(of["present"] for of in counts)
+
+
 def test_processes_take_what_no_other_has_begun(make_study, tmp_path, monkeypatch):
     """Another process holds the first cell for a while, and finishes it."""
     monkeypatch.setattr(CellMeasurer, "measure", lambda self, cell: ([{"cell": cell.name}], {}))
