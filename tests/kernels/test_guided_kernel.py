@@ -4,6 +4,8 @@ import threading
 
 import pytest
 import torch
+from triton._C.libtriton import native_specialize_impl
+from triton.backends.compiler import BaseBackend
 
 from megatron_trace.formats import NUMBER_FORMATS, kernels_guided, ops
 from megatron_trace.formats.kernels_guided_rows import guided_kernel
@@ -46,6 +48,19 @@ def test_a_compiled_kernel_gets_its_arguments_in_its_order() -> None:
         "max_far_blocks",
         "min_parity_agreement",
     ]
+
+
+def test_a_compiled_kernel_depends_on_addresses_of_which_its_launch_asks() -> None:
+    """Those that are allocated for it are aligned; of shares, as floats, nothing is compiled in."""
+    specialised = [
+        p.name
+        for p in guided_kernel.params
+        if not (p.is_constexpr or p.do_not_specialize or p.do_not_specialize_on_alignment)
+    ]
+    shares = ["max_far_blocks", "min_parity_agreement"]
+    assert specialised == ["x_ptr", "hint_ptr", "out_ptr", "out_bytes_ptr", *shares]
+    of_share = [native_specialize_impl(BaseBackend, x, False, True, True) for x in (1.0, 0.25)]
+    assert of_share == [("fp32", None)] * 2
 
 
 @pytest.mark.gpu
