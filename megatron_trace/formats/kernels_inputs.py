@@ -227,7 +227,8 @@ def given_hint(
 
 def words_of(hint: torch.Tensor, num_bits: int) -> torch.Tensor:
     """Gives a hint with one word for each octet, or one byte for each value of 8 bits."""
-    flat, dtype = hint.flatten(), WORDS[num_bits]
+    # What is flattened alone may be a view of every second byte.
+    flat, dtype = hint.contiguous().flatten(), WORDS[num_bits]
     # Codes of 8 bits are loaded an octet at a time.
     alignment = 8 if num_bits == 8 else dtype.itemsize
     return (flat if flat.data_ptr() % alignment == 0 else flat.clone()).view(dtype)

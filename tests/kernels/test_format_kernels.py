@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_trace.formats import global_scale_from_amax, ops, reference
+from megatron_trace.formats import global_scale_from_amax, kernels_inputs, ops, reference
 from megatron_trace.testing.assertions import assert_same_bytes
 from megatron_trace.testing.hard_inputs import hard_inputs
 from megatron_trace.testing.kernel_equality import assert_kernels_equal_reference, row_scales
@@ -106,6 +106,15 @@ def test_auto_takes_the_kernels_and_keeps_the_gradient() -> None:
     y.backward(torch.full_like(x, 3.0))
     assert_same_bytes(x.grad, torch.full_like(x, 3.0))
     assert_same_bytes(y.detach().cpu(), reference.rtn(x.detach().cpu(), 0.002))
+
+
+@pytest.mark.parametrize("num_bits", [1, 2, 4, 8])
+def test_words_of_every_second_byte_are_those_of_a_copy(num_bits: int) -> None:
+    hint = torch.arange(128, dtype=torch.uint8).view(4, 32)[:, : 4 * num_bits]
+    apart = torch.stack((hint, ~hint), dim=-1)[..., 0]
+    words = kernels_inputs.words_of(apart, num_bits)
+    assert words.is_contiguous()
+    assert_same_bytes(words, kernels_inputs.words_of(hint.clone(), num_bits))
 
 
 @pytest.mark.gpu
