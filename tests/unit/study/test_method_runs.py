@@ -197,15 +197,23 @@ def _outputs(model: Any) -> torch.Tensor:
     return model(tokens, tokens, None)
 
 
-@pytest.mark.parametrize("setting", ["cpu", "cpu-long", "h200"])
+@pytest.mark.parametrize(
+    ("name", "chosen"),
+    [
+        ("cpu", ["--setting", "cpu"]),
+        ("cpu-long", ["--setting", "cpu-long"]),
+        ("h200", ["--setting", "h200"]),
+        ("cpu-fixed-policy", ["--setting", "cpu", "--fixed-policy"]),
+    ],
+)
 def test_the_page_of_results_is_made_anew_of_its_numbers_alone(
-    tool: ModuleType, tmp_path: Path, setting: str
+    tool: ModuleType, tmp_path: Path, name: str, chosen: list[str]
 ) -> None:
     results = TOOL.parents[1] / "docs" / "results"
-    shutil.copy(results / f"{setting}.jsonl.gz", tmp_path)
-    arguments = ["--setting", setting, "--page-only", "--out", str(tmp_path)]
+    shutil.copy(results / f"{name}.jsonl.gz", tmp_path)
+    arguments = [*chosen, "--page-only", "--out", str(tmp_path)]
     assert tool.main([*arguments, "--work", str(tmp_path / "no runs")]) == 0
-    assert (tmp_path / f"{setting}.md").read_text() == (results / f"{setting}.md").read_text()
+    assert (tmp_path / f"{name}.md").read_text() == (results / f"{name}.md").read_text()
 
 
 def test_a_page_without_its_numbers_is_refused(tool: ModuleType, tmp_path: Path) -> None:
