@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,10 @@ import torch
 from megatron_trace.compat import StepOutcome
 from megatron_trace.rl.health_metrics import largest_nearest, nearest_growth
 from megatron_trace.rl.metrics_log import METRICS_FILE, MetricsLog
-from megatron_trace.rl.run_record import TRAINING_FOLDER, RunRecord
+from megatron_trace.rl.run_record import RUN_FILE, TRAINING_FOLDER, RunRecord
 
+# Group of Megatron's flags among the settings.
+_MEGATRON = "megatron"
 # Values of a process, of its place, or of how far it is, and what has a field of its own.
 _NO_SETTINGS = (
     *("rank", "local_rank", "iteration", "curr_iteration", "consumed_train_samples"),
@@ -37,6 +39,9 @@ class LoopLog:
         folder: Folder of the log; empty writes none.
         args: Megatron's parsed flags. The last rank writes, which has the loss.
         settings: Settings of ours, by the name of their group.
+
+    Raises:
+        ValueError: The folder is that of an RL run, or of what else has such files.
     """
 
     def __init__(self, folder: str, args: Namespace, settings: Mapping[str, Any]) -> None:
@@ -46,7 +51,8 @@ class LoopLog:
         self._first_nearest: float | None = None
         self._record: RunRecord | None = None
         if self._writes:
-            groups = {name: asdict(of) for name, of in settings.items()} | {"megatron": vars(args)}
+            _require_no_other(self._folder)
+            groups = {name: asdict(of) for name, of in settings.items()} | {_MEGATRON: vars(args)}
             self._record = RunRecord(
                 self._folder,
                 name=_name_of(self._folder),
@@ -57,11 +63,22 @@ class LoopLog:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Writes that the run is going on, and at the end of the context how it ended."""
+        """Writes that the run is going on, and at the end of the context how it ended.
+
+        Raises:
+            OSError: The folder cannot be made or written.
+        """
         if self._record is None:
             yield
             return
-        with self._record.running():
+        with ExitStack() as stack:
+            try:
+                stack.enter_context(self._record.running())
+            except OSError as error:
+                raise OSError(
+                    f"--trace-metrics-dir {self._folder} cannot be written: {error}; give a folder "
+                    "that can"
+                ) from error
             yield
 
     def leave_off(self, reason: str) -> None:
@@ -108,6 +125,21 @@ class LoopLog:
         """Keeps the mismatch to nearest of the first step that has one."""
         if self._first_nearest is None and record.get("health", {}).get("nearest_mismatch"):
             self._first_nearest = largest_nearest(record["health"])
+
+
+def _require_no_other(folder: Path) -> None:
+    """Checks that nothing of another kind would be replaced; an earlier run of the loop may be."""
+    try:
+        found = json.loads((folder / RUN_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # Not there, or damaged.
+        return
+    settings = found.get("settings") if isinstance(found, dict) else None
+    if not (isinstance(settings, dict) and _MEGATRON in settings):
+        raise ValueError(
+            f"--trace-metrics-dir {folder} has the {RUN_FILE} of something else than a run in "
+            "Megatron's loop, such as an RL run or an exchange, which would be lost; give a folder "
+            "of its own"
+        )
 
 
 def _name_of(folder: Path) -> str:

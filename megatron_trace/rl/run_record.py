@@ -24,6 +24,8 @@ RUN_FILE = "run.json"
 # its trainer writes.
 TRAINING_FOLDER = "training"
 _FORMAT = "megatron_trace run"
+# Characters of why a run ended: a report shows it whole.
+_LONGEST_REASON = 1000
 _PACKAGES = ("torch", "triton", "megatron-core", "nvidia-modelopt", "transformer-engine", "numpy")
 
 
@@ -79,7 +81,7 @@ class RunRecord:
             self._write_end("stopped", str(error.code).strip())
             raise
         except BaseException as error:
-            self._write_end("crashed", f"{type(error).__name__}: {error}")
+            self._write_end("crashed", _told(error))
             raise
         self._write_end("finished")
 
@@ -94,6 +96,19 @@ class RunRecord:
         record = self._fields | fields | {"held_out": self.held_out}
         temporary.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
         os.replace(temporary, self.path)
+
+
+def _told(error: BaseException) -> str:
+    """Gives what an error says, without tracebacks that it holds and not at any length.
+
+    Megatron's of a checkpoint has the traceback of every rank, and the names of all its tensors.
+    """
+    text = f"{type(error).__name__}: {error}"
+    if "Traceback (most recent call last)" in text:
+        text = "\n".join(
+            line for line in text.splitlines() if line and not line.startswith((" ", "Traceback"))
+        )
+    return text if len(text) <= _LONGEST_REASON else f"{text[:_LONGEST_REASON]} ..."
 
 
 def versions() -> dict[str, str]:

@@ -38,6 +38,14 @@ def test_a_run_that_ends_says_what_was_held_out(record):
     [
         (RuntimeError("bad scale"), "crashed", "RuntimeError: bad scale"),
         (SystemExit("\nstopped after step 3"), "stopped", "stopped after step 3"),
+        (
+            OSError(
+                "ranks: 0\nTraceback (most recent call last): (RANK 0)\n  File\n\nKeyError: x\n"
+            ),
+            "crashed",
+            "OSError: ranks: 0\nKeyError: x",
+        ),
+        (ValueError("a" * 2000), "crashed", "ValueError: " + "a" * 988 + " ..."),
     ],
 )
 def test_a_run_that_fails_says_why_and_still_fails(record, error, status, reason):

@@ -12,6 +12,7 @@ from megatron_trace.compat import StepOutcome
 from megatron_trace.config import RecordedConfig, TraceConfig
 from megatron_trace.rl.loop_log import LoopLog
 from megatron_trace.rl.metrics_log import read_metrics
+from megatron_trace.rl.run_record import RunRecord
 
 
 @pytest.fixture
@@ -113,3 +114,27 @@ def test_a_run_that_others_will_go_on_with_says_so(log_of, tmp_path):
 def test_a_folder_of_rollouts_is_refused_as_that_of_metrics(other):
     with pytest.raises(ValueError, match=rf"metrics_dir=a/../b is {other}, whose run.json"):
         dataclasses.replace(RecordedConfig(metrics_dir="a/../b"), **{other: "b"})
+
+
+def test_a_folder_that_cannot_be_made_is_named_with_its_flag(log_of, tmp_path):
+    (tmp_path / "run").write_text("a file")
+    with pytest.raises(OSError, match=r"--trace-metrics-dir \S+/run cannot be written: .*exists"):
+        log_of().running().__enter__()
+
+
+def test_the_folder_of_an_rl_run_is_refused_and_left_as_it_is(log_of, tmp_path):
+    rl_run = RunRecord(tmp_path / "run", name="qat", seed=0, settings={"trace": {}}, steps=3)
+    with rl_run.running():
+        before = run_json(tmp_path)
+        with pytest.raises(
+            ValueError, match=r"--trace-metrics-dir \S+/run has the run.json of som"
+        ):
+            log_of()
+    assert run_json(tmp_path)["name"] == before["name"] == "qat"
+
+
+def test_the_folder_of_an_earlier_run_of_the_loop_is_taken_again(log_of, tmp_path):
+    with log_of().running():
+        pass
+    with log_of().running():
+        assert run_json(tmp_path)["status"] == "running"
