@@ -185,6 +185,8 @@ def main() -> None:
         help="other builds to be timed, each a list of macros NAME=1,...",
     )
     arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("no CUDA device is visible")
     variants = {
         variant: tuple(f"-D{macro}" for macro in variant.split(","))
         for variant in arguments.variants

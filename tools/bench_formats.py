@@ -103,7 +103,10 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--sweep", action="store_true", help="measure every tile and warp count")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="file of the report, JSON")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("no CUDA device is visible")
+    return arguments
 
 
 def compile_all(launches: list[Launch]) -> None:

@@ -128,7 +128,10 @@ def _arguments() -> argparse.Namespace:
     # As many as are queued before the host waits for the GPU.
     parser.add_argument("--host-calls", type=int, default=500)
     parser.add_argument("--out", type=Path, help="file of the report, JSON")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("no CUDA device is visible")
+    return arguments
 
 
 def compile_all(formats: list[str], sweep: bool) -> None:

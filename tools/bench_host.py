@@ -115,7 +115,8 @@ def main() -> None:
         rolled = recorded_rollout(sites=HINT_SITES)
         for method in ("qat", "trace"):
             found = measure(method, rolled, repetitions=options.repetitions)
-            print(method, {name: round(number, 1) for name, number in found.items()}, flush=True)
+            told = ", ".join(f"{name} {number:.1f} us" for name, number in found.items())
+            print(f"{method}: {told}", flush=True)
 
 
 if __name__ == "__main__":

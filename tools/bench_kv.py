@@ -288,6 +288,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("bench_kv.json"))
     parser.add_argument("--quick", action="store_true", help="neither Triton nor small cases")
     arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("no CUDA device is visible")
     torch.manual_seed(0)
     result: dict[str, Any] = {
         "machine": torch.cuda.get_device_name(),

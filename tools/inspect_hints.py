@@ -333,7 +333,11 @@ def _find_record(
                 return file.record(kind, place)
     if layer is None and site is None and kind is RecordKind.HINT:
         return None
-    raise LookupError(f"sample {sample_id} has no {kind} record at layer {layer}, site {site}")
+    at = f"{'any layer' if layer is None else f'layer {layer}'}, {site or 'any site'}"
+    raise LookupError(
+        f"sample {sample_id} has no {kind} record at {at}; without --layer, --site and --kind, its "
+        "records are listed"
+    )
 
 
 def _rows(

@@ -499,6 +499,20 @@ def main() -> None:
     print(f"{time.perf_counter() - STARTED_S:.0f} s in all")
 
 
+def tell_warnings_of_steps() -> None:
+    """Prints warnings of the RL steps, alarms and skipped updates, and errors of all."""
+
+    def is_told(record: logging.LogRecord) -> bool:
+        is_own = record.name.startswith("megatron_trace.rl.")
+        return record.levelno >= (logging.WARNING if is_own else logging.ERROR)
+
+    handler = logging.StreamHandler()
+    handler.addFilter(is_told)
+    logging.basicConfig(handlers=[handler], force=True)
+    logging.disable(logging.NOTSET)
+
+
 if __name__ == "__main__":
     gc.freeze()  # A million objects of imports live to the end: no collection need see them.
+    tell_warnings_of_steps()
     main()

@@ -1,6 +1,7 @@
 """The demo program, with one or two steps of everything."""
 
 import json
+import logging
 from pathlib import Path
 
 import pytest
@@ -270,3 +271,17 @@ def test_second_program_in_the_same_folder_is_refused(demo, tmp_path):
             second.__enter__()
     with demo.alone_in(tmp_path):
         pass
+
+
+def test_the_program_tells_warnings_of_its_steps_and_errors_of_all(demo, capfd, monkeypatch):
+    monkeypatch.setattr(logging.root, "handlers", [])
+    monkeypatch.setattr(logging.root.manager, "disable", logging.WARNING)
+    demo.tell_warnings_of_steps()
+    logging.getLogger("megatron_trace.rl.health").warning("alarm")
+    logging.getLogger("megatron_trace.rollout.samples").warning("other")
+    logging.getLogger("megatron.core").warning("other")
+    logging.getLogger("megatron.core").error("broken")
+    assert capfd.readouterr().err.splitlines() == [
+        "WARNING:megatron_trace.rl.health:alarm",
+        "ERROR:megatron.core:broken",
+    ]
