@@ -121,10 +121,13 @@ def main(descriptor: int) -> None:
     trainer = os.getppid()
     channel = Channel(socket.socket(fileno=descriptor))
     reader = _Reader(channel)
+    # Not select, which takes no descriptor from 1024 on: a large job's trainer has that many open.
+    waiting = select.poll()
+    waiting.register(channel.connection, select.POLLIN)
     try:
         channel.send(None)
         while os.getppid() == trainer:
-            if not select.select([channel.connection], [], [], _LOOK_EVERY_S)[0]:
+            if not waiting.poll(_LOOK_EVERY_S * 1000):
                 continue
             message = channel.receive()
             try:

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import pickle
+import resource
 import signal
 import subprocess
 import sys
@@ -338,6 +339,27 @@ def test_a_signal_to_all_of_a_job_leaves_the_process_to_the_trainer(files, reade
         assert sum(1 for _ in made) == len(batches) - 1
 
 
+def test_a_trainer_with_thousands_of_open_files_is_read_for(files):
+    """Gloo and NCCL open as many: the process's connection then has a number beyond 1024."""
+    folder, names, sites = files
+    store = HintFiles(folder)
+    expected = make_micro_batch([store.sample(name) for name in names], store, sites)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.ExitStack() as opened:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(2048, hard)), hard))
+        opened.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        number = devnull = os.open(os.devnull, os.O_RDONLY)
+        opened.callback(os.close, devnull)
+        while number < 1024:
+            number = os.dup(devnull)
+            opened.callback(os.close, number)
+        reader = opened.enter_context(contextlib.closing(HintReader(CPU)))
+        with MicroBatchPrefetcher(
+            [names], store, sites, max_host_bytes=None, reader=reader
+        ) as made:
+            assert_same_content(next(made), expected)
+
+
 def test_a_reader_that_is_closed_first_lets_a_pass_end_and_closes_again(files):
     folder, names, sites = files
     reader = HintReader(CPU)
@@ -361,8 +383,10 @@ def test_a_micro_batch_that_is_taken_after_its_reader_was_closed_is_one_error(fi
     ) as made:
         for _ in range(num_taken):
             next(made)
-        while not made._ahead._ready:
+        until = time.monotonic() + PATIENCE_S
+        while not (made._ahead._ready or made._ahead._ended or time.monotonic() > until):
             time.sleep(0.01)
+        assert made._ahead._ready
         reader.close()
         with pytest.raises(RuntimeError, match=r"was closed: take all micro-batches before"):
             list(made)
