@@ -67,6 +67,13 @@ class Tally:
 
     Args:
         places: Every place that may be quantised.
+
+    Attributes:
+        calls: Calls of the quantiser, by place.
+        weight_uses: Forward passes that took a quantised weight, by expert's matrix.
+        weights_quantised: Weights that had to be quantised for them.
+        code_mismatch: Agreement with the rollout's full codes, by place.
+        activation_difference: D_act, by place.
     """
 
     def __init__(self, places: Sequence[Place]) -> None:
@@ -94,7 +101,7 @@ class Tally:
     def saturated(self, place: Place, device: torch.device) -> torch.Tensor:
         """Gives the count, int64 [1], to which blocks are added that the global scale cannot hold.
 
-        It is one of blocks that `add_coverage` or `add_slots` adds.
+        All blocks, of which these are a part, are those that `add_coverage` or `add_slots` counts.
         """
         return self._on(device).of[place, "saturated_blocks"]
 
