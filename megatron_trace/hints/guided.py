@@ -69,13 +69,8 @@ def guided_codes(
             rejected=rejected,
         )
     rows = rows_in_order(hint, scale_bytes, has_hint, order)
-    how: dict[str, Any] = {
-        "num_bits": num_bits,
-        "number_format": number_format,
-        "implementation": "torch",
-    }
-    accepted = guided_rows(x, *rows, global_scale, thresholds=thresholds, **how)
-    _add_rejected(rejected, rows, accepted)
+    how = _by_torch(num_bits, number_format)
+    accepted = _judged(x, rows, global_scale, thresholds, rejected, how)
     packed_codes, own_bytes = ops.guided_packed(
         x, *rows[:2], global_scale, has_hint=accepted, **how
     )
@@ -145,13 +140,8 @@ def guided_values(
         )
         return ops.straight_through(x, y) if x.requires_grad else y, accepted
     rows = rows_in_order(hint, scale_bytes, has_hint, order)
-    how: dict[str, Any] = {
-        "num_bits": num_bits,
-        "number_format": number_format,
-        "implementation": "torch",
-    }
-    accepted = guided_rows(x, *rows, global_scale, thresholds=thresholds, **how)
-    _add_rejected(rejected, rows, accepted)
+    how = _by_torch(num_bits, number_format)
+    accepted = _judged(x, rows, global_scale, thresholds, rejected, how)
     y = ops.guided(x, *rows[:2], global_scale, has_hint=accepted, dtype=dtype, **how)
     return y, accepted
 
@@ -185,8 +175,21 @@ def rows_in_order(
     return hint.index_select(0, order), scale_bytes.index_select(0, order), flags
 
 
-def _add_rejected(
-    rejected: torch.Tensor | None, rows: tuple[torch.Tensor, ...], accepted: torch.Tensor
-) -> None:
+def _by_torch(num_bits: int, number_format: NumberFormat) -> dict[str, Any]:
+    """Gives what the two steps of torch, guard and rounding, have in common."""
+    return {"num_bits": num_bits, "number_format": number_format, "implementation": "torch"}
+
+
+def _judged(
+    x: torch.Tensor,
+    rows: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    global_scale: torch.Tensor | float | None,
+    thresholds: GuardThresholds,
+    rejected: torch.Tensor | None,
+    how: dict[str, Any],
+) -> torch.Tensor:
+    """Gives which rows of `rows_in_order` the guard accepts, and counts those it rejects."""
+    accepted = guided_rows(x, *rows, global_scale, thresholds=thresholds, **how)
     if rejected is not None:
         rejected += (rows[2] & ~accepted).sum()
+    return accepted

@@ -46,11 +46,10 @@ class LoopLog:
 
     def __init__(self, folder: str, args: Namespace, settings: Mapping[str, Any]) -> None:
         self._folder = Path(folder)
-        self._writes = bool(folder) and args.rank == args.world_size - 1
         self._metrics: MetricsLog | None = None
         self._first_nearest: float | None = None
-        self._record: RunRecord | None = None
-        if self._writes:
+        self._record: RunRecord | None = None  # Of the rank that writes.
+        if folder and args.rank == args.world_size - 1:
             _require_no_other(self._folder)
             groups = {name: asdict(of) for name, of in settings.items()} | {_MEGATRON: vars(args)}
             self._record = RunRecord(
@@ -96,7 +95,7 @@ class LoopLog:
         Raises:
             OSError: The file cannot be written.
         """
-        if not self._writes:
+        if self._record is None:
             return
         step = outcome.iteration - 1
         if self._metrics is None:

@@ -55,6 +55,11 @@ def hard_inputs(
     return inputs
 
 
+def num_of_whole_blocks() -> int:
+    """Gives how many hard inputs hold blocks of 32: not one block of 16, nor two without values."""
+    return len(hard_inputs()) - 3
+
+
 def hard_rows(
     dtype: torch.dtype, *, max_values: int, length: int = 32
 ) -> Iterator[tuple[HardInput, torch.Tensor]]:

@@ -12,11 +12,10 @@ from megatron_trace.formats.kernels_guided_rows import guided_kernel
 from megatron_trace.hints.guard import THRESHOLDS, GuardThresholds
 from megatron_trace.hints.guided import guided_values
 from megatron_trace.testing.assertions import assert_same_bytes
-from megatron_trace.testing.hard_inputs import hard_inputs
+from megatron_trace.testing.hard_inputs import num_of_whole_blocks
 from megatron_trace.testing.token_rows import rows_of, with_noise
 
-# Of the hard inputs, one block of 16 and two without values hold no block of 32.
-WHOLE_BLOCKS = len(hard_inputs()) - 3
+WHOLE_BLOCKS = num_of_whole_blocks()
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,9 @@ import pytest
 import torch
 
 from megatron_trace.formats import NUMBER_FORMATS, ops
-from megatron_trace.testing.hard_inputs import hard_inputs
+from megatron_trace.testing.hard_inputs import num_of_whole_blocks
 
-# Of the hard inputs, one block of 16 and two without values hold no block of 32.
-WHOLE_BLOCKS = len(hard_inputs()) - 3
+WHOLE_BLOCKS = num_of_whole_blocks()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
