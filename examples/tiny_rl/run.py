@@ -64,7 +64,7 @@ from megatron_trace.rl import checkpoint
 from megatron_trace.rl.asynchronous import AsyncRollouts, AsyncSettings
 from megatron_trace.rl.export import make_items
 from megatron_trace.rl.health import must_stop
-from megatron_trace.rl.metrics_log import MetricsLog, read_metrics
+from megatron_trace.rl.metrics_log import METRICS_FILE, MetricsLog, read_metrics
 from megatron_trace.rl.optimizer import OptimizerSettings
 from megatron_trace.rl.report import format_ratios, format_table, save_figure
 from megatron_trace.rl.run import (
@@ -340,7 +340,7 @@ def do_run(
         Held-out accuracy before the first step and after the last.
     """
     log = MetricsLog(
-        folder / "metrics.jsonl",
+        folder / METRICS_FILE,
         first_step=run.progress.step,
         tensorboard=options.tensorboard,
     )
@@ -389,7 +389,7 @@ def report(options: argparse.Namespace, summaries: list[RunSummary]) -> None:
         runs = [summary for summary in summaries if summary.seed == seed]
         texts.append(f"seed {seed}, trainer {options.trainer_dtype}\n{format_table(runs)}")
         records = {
-            run.name: read_metrics(options.output / f"seed-{seed}" / run.name / "metrics.jsonl")
+            run.name: read_metrics(options.output / f"seed-{seed}" / run.name / METRICS_FILE)
             for run in runs
         }
         save_figure(options.output / f"seed-{seed}" / "report.png", runs, records)
@@ -478,7 +478,7 @@ def do_all_runs(options: argparse.Namespace) -> list[RunSummary]:
                 )
                 with record.running():
                     accuracies = do_run(run, name, folder, held_out, options, identity, record)
-            records = read_metrics(folder / "metrics.jsonl")
+            records = read_metrics(folder / METRICS_FILE)
             summaries.append(summarise(name, seed, records, accuracies))
     return summaries
 

@@ -24,7 +24,7 @@ from megatron_trace.config import TraceConfig
 from megatron_trace.rl import checkpoint
 from megatron_trace.rl.asynchronous import AsyncRollouts, AsyncSettings
 from megatron_trace.rl.health import must_stop
-from megatron_trace.rl.metrics_log import MetricsLog
+from megatron_trace.rl.metrics_log import METRICS_FILE, MetricsLog
 from megatron_trace.rl.optimizer import OptimizerSettings
 from megatron_trace.rl.run import RlRun, RunSettings, build_run, solved, start
 from megatron_trace.rl.run_record import RunRecord
@@ -192,7 +192,7 @@ def do_run(plan: RunPlan, problem: Problem, work: Path) -> None:
     with record.running():
         if not plan.is_of_one_policy:
             held_out.evaluate(run, problem.held_out, every=plan.evaluate_every, steps=plan.steps)
-        log = MetricsLog(folder / "metrics.jsonl", first_step=run.progress.step)
+        log = MetricsLog(folder / METRICS_FILE, first_step=run.progress.step)
         rollouts = plan.ahead and AsyncRollouts(run, plan.ahead, num_steps=plan.steps)
         while run.progress.step < plan.steps:
             metrics = rollouts.step(run) if rollouts else rl_step(run)
