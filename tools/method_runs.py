@@ -4,7 +4,7 @@
     python tools/method_runs.py --setting cpu-long --processes 2
     python tools/method_runs.py --setting h200 --processes 6 --tasks out/moe_100m.jsonl.gz
     python tools/method_runs.py --setting cpu --methods bf16 qat trace --perturb 0.1 --processes 2
-    python tools/method_runs.py --setting h200 --fixed-policy --tasks out/moe_100m.jsonl.gz
+    python tools/method_runs.py --setting cpu-106m --fixed-policy --tasks out/moe_100m.jsonl.gz
     python tools/method_runs.py --setting cpu --report-only      of the runs that are there
     python tools/method_runs.py --setting h200 --page-only       of what docs/results has of them
 
@@ -36,6 +36,7 @@ import argparse
 import dataclasses
 import gc
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -66,9 +67,7 @@ from megatron_trace.testing.single_process import single_process, tiny_moe_confi
 
 PATTERN = "*E*E*E*E"
 CALIBRATION_SAMPLES = 256
-# Tasks of the 106M MoE that it solves neither always nor hardly ever.
-H200_TASKS = ("chain_sum", "basic_arithmetic", "products", "gcd", "lcm", "letter_counting")
-H200_ITEMS = 20_000
+NUM_ITEMS_106M = 20_000
 FIXED_POLICY_STEPS = 4
 
 
@@ -98,7 +97,7 @@ class Setting:
         steps: RL steps of a run.
         num_held_out: Held-out problems.
         save_every: Steps between two checkpoints; those of the 106M MoE have 1.5 GB.
-        start: Start of the demo's MoE; None for the 106M MoE.
+        start: Start of the demo's MoE, or how the 106M MoE is trained.
         ahead: How far rollouts run ahead; None rolls out and trains in turn.
     """
 
@@ -108,10 +107,19 @@ class Setting:
     steps: int
     num_held_out: int
     save_every: int
-    start: DemoStart | None = None
+    start: DemoStart | Recipe
     ahead: AsyncSettings | None = None
 
 
+BASE_106M = base_settings(
+    learning_rate=1e-5,
+    prompts_per_step=32,
+    samples_per_prompt=8,
+    micro_batch_samples=256,
+    max_requests=256,
+    max_response_tokens=16,
+    context=128,
+)
 SETTINGS = {
     "cpu": Setting(
         base_settings(
@@ -158,20 +166,22 @@ SETTINGS = {
         ahead=AsyncSettings(max_version_lag=3, engine_steps_per_update=72, drain_every=4),
     ),
     "h200": Setting(
-        base_settings(
-            learning_rate=1e-5,
-            prompts_per_step=32,
-            samples_per_prompt=8,
-            micro_batch_samples=256,
-            max_requests=256,
-            max_response_tokens=16,
-            context=128,
-        ),
+        BASE_106M,
         methods=("bf16", "qat", "trace"),
         seeds=(0, 1),
         steps=150,
         num_held_out=600,
         save_every=50,
+        start=moe_100m.RECIPE,
+    ),
+    "cpu-106m": Setting(
+        BASE_106M,
+        methods=("bf16", "qat", "trace"),
+        seeds=(0, 1),
+        steps=150,
+        num_held_out=600,
+        save_every=50,
+        start=moe_100m.CPU_RECIPE,
     ),
 }
 
@@ -198,11 +208,13 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         help=f"all methods at the start's weights: learning rate 0, {FIXED_POLICY_STEPS} steps",
     )
     parser.add_argument("--processes", type=int, default=1, help="runs at a time")
-    parser.add_argument("--tasks", type=Path, help="problems of h200, see tools/moe_100m.py")
+    parser.add_argument(
+        "--tasks", type=Path, help="problems of the 106M MoE, see tools/moe_100m.py"
+    )
     parser.add_argument("--work", type=Path, help="kept between starts (out/method_runs/SETTING)")
     parser.add_argument("--out", type=Path, default=Path("docs/results"))
     parser.add_argument(
-        "--rehearse", action="store_true", help="with a hardly trained model (h200 only)"
+        "--rehearse", action="store_true", help="with a hardly trained model (106M MoE only)"
     )
     parser.add_argument("--report-only", action="store_true", help="make no run")
     parser.add_argument(
@@ -221,13 +233,14 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     options.steps = options.steps or steps
     options.name = options.setting + suffix + ("-rehearsal" if options.rehearse else "")
     options.work = options.work or Path("out/method_runs") / options.name
-    if setting.start and options.tasks:
-        parser.error(f"--tasks has no effect on --setting {options.setting}: it makes its own")
-    if setting.start and options.rehearse:
-        parser.error("--rehearse is for --setting h200")
-    makes_runs = not (options.report_only or options.page_only)
-    if not setting.start and not options.tasks and makes_runs:
-        parser.error("--setting h200 needs --tasks; `tools/moe_100m.py tasks FILE` writes them")
+    chosen = f"--setting {options.setting}"
+    if isinstance(setting.start, DemoStart):
+        if options.tasks:
+            parser.error(f"--tasks has no effect on {chosen}: it makes its own")
+        if options.rehearse:
+            parser.error(f"--rehearse is for settings of the 106M MoE, not for {chosen}")
+    elif not (options.tasks or options.report_only or options.page_only):
+        parser.error(f"{chosen} needs --tasks; `tools/moe_100m.py tasks FILE` writes them")
     if options.processes < 1 or options.steps < 1 or min(options.perturb) < 0:
         parser.error("--processes and --steps must be >= 1, --perturb >= 0")
     return options
@@ -236,7 +249,8 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def plans_of(options: argparse.Namespace) -> list[RunPlan]:
     """Gives the runs: all seeds of a method before the next, so that pairs are there early."""
     setting = SETTINGS[options.setting]
-    pattern = PATTERN if setting.start else _recipe(options).pattern
+    start = setting.start
+    pattern = PATTERN if isinstance(start, DemoStart) else recipe_of(options, start).pattern
     # By the names that the demo has for them, so that tools/ptq.py reads the runs too.
     problem = {"model": options.setting, "pattern": pattern, "held_out": setting.num_held_out}
     base = setting.base
@@ -339,9 +353,9 @@ def run_one(options: argparse.Namespace, plan: RunPlan) -> None:
 def problem_of(options: argparse.Namespace, seed: int) -> Problem:
     """Gives model, weights and problems; trains the weights if no run did so before."""
     setting = SETTINGS[options.setting]
-    if setting.start is None:
-        return _h200_problem(options)
-    return _demo_problem(setting, setting.start, options.work, seed)
+    if isinstance(setting.start, DemoStart):
+        return _demo_problem(setting, setting.start, options.work, seed)
+    return _problem_106m(options, recipe_of(options, setting.start))
 
 
 def _demo_problem(setting: Setting, start: DemoStart, work: Path, seed: int) -> Problem:
@@ -397,19 +411,22 @@ def _warm_started(
     return {name: value.detach().clone() for name, value in model.named_parameters()}
 
 
-def _h200_problem(options: argparse.Namespace) -> Problem:
-    setting = SETTINGS["h200"]
+def _problem_106m(options: argparse.Namespace, recipe: Recipe) -> Problem:
+    setting = SETTINGS[options.setting]
     items = load_tasks(options.tasks)
     tokenizer = CharTokenizer.of_tasks(items)
     # As the training split them, so that no held-out problem was ever seen.
     split = split_tasks(items, num_held_out=min(moe_100m.NUM_HELD_OUT, len(items) // 10), seed=0)
     train_items, held_out = ([item for item in part if fits(item, setting.base)] for part in split)
-    # Last: all but one process wait here for that one to train it.
-    model = moe_100m.load(options.work, tasks=options.tasks, recipe=_recipe(options))
+    # Last: all but one process wait here for that one to train it, which may take all cores.
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    model = moe_100m.load(options.work, tasks=options.tasks, recipe=recipe)
+    torch.set_num_threads(num_threads)
     return Problem(
         model.config,
         model.pattern,
-        train_items[:H200_ITEMS],
+        train_items[:NUM_ITEMS_106M],
         held_out[: setting.num_held_out],
         tokenizer,
         model.weights,
@@ -417,17 +434,16 @@ def _h200_problem(options: argparse.Namespace) -> Problem:
     )
 
 
-def _recipe(options: argparse.Namespace) -> Recipe:
-    if options.rehearse:
-        return moe_100m.REHEARSAL
-    return moe_100m.SHORT_ROWS if options.fixed_policy else moe_100m.RECIPE
+def recipe_of(options: argparse.Namespace, recipe: Recipe) -> Recipe:
+    """Gives how the 106M MoE is trained: by the setting's recipe, or for a rehearsal."""
+    return moe_100m.REHEARSAL if options.rehearse else recipe
 
 
 def fits(item: TaskItem, settings: RunSettings) -> bool:
-    """Whether a problem is one of h200, and has room for prompt and answer."""
+    """Whether a problem is one that the 106M MoE is reinforced on, with room for its answer."""
     room = settings.max_response_tokens
     return (
-        item.task in H200_TASKS
+        item.task in moe_100m.SHORT_TASKS
         and len(item.answer or "") < room
         and len(item.prompt) + room <= settings.context
     )

@@ -72,6 +72,7 @@ class Recipe:
         weight_decay: AdamW's weight decay.
         save_every: Steps between two saved states.
         prompt_tokens: Lengths of the study's prompts in tokens, about.
+        tasks: Tasks of the mix that it is trained on; none is all of them.
         seed: Seed of weights and rows.
     """
 
@@ -90,6 +91,7 @@ class Recipe:
     weight_decay: float = 0.01
     save_every: int = 500
     prompt_tokens: tuple[int, ...] = (16, 64, 128, 256, 512, 1024, 2048, 4096, 8000)
+    tasks: tuple[str, ...] = ()
     seed: int = 0
 
     @property

@@ -35,7 +35,12 @@ def test_a_profile_of_the_host_names_what_runs():
         while time.perf_counter() < until:
             pass
 
-    text = host_profile(busy, calls=3)
+    def called_from(depth: int) -> str:
+        return called_from(depth - 1) if depth else host_profile(busy, calls=3)
+
+    text = called_from(60)  # Deeper than the table is long.
     itself, calling = text.split("with what it calls")
     assert " busy" in itself
+    assert " busy" in calling
     assert " host_profile" in calling
+    assert "called_from" not in text

@@ -33,7 +33,7 @@ def options_of(tool: ModuleType, work: Path, *arguments: str) -> Any:
     return tool.parse_options(["--work", str(work), "--out", str(work / "out"), *arguments])
 
 
-@pytest.mark.parametrize("setting", ["cpu", "cpu-long", "h200"])
+@pytest.mark.parametrize("setting", ["cpu", "cpu-long", "h200", "cpu-106m"])
 def test_every_variant_has_settings_that_contradict_nothing(tool: ModuleType, setting: str) -> None:
     base = tool.SETTINGS[setting].base
     for name in VARIANTS:
@@ -133,9 +133,13 @@ def test_a_fixed_policy_is_trained_by_every_method_at_a_rate_of_0(
     assert training.identity != plans[0].identity
 
 
-def test_h200_without_problems_is_refused(tool: ModuleType) -> None:
+@pytest.mark.parametrize("setting", ["h200", "cpu-106m"])
+def test_the_106m_moe_without_problems_is_refused(
+    tool: ModuleType, capsys: pytest.CaptureFixture[str], setting: str
+) -> None:
     with pytest.raises(SystemExit):
-        tool.parse_options(["--setting", "h200"])
+        tool.parse_options(["--setting", setting])
+    assert f"--setting {setting} needs --tasks" in capsys.readouterr().err
 
 
 class _Progress:
