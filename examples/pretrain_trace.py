@@ -150,7 +150,9 @@ def train(
     stages: list[tuple[Any, TraceSites]] = []
 
     def datasets(num_samples: Sequence[int], vp_stage: int | None = None) -> Any:
-        return training.datasets(num_samples)
+        found = training.datasets(num_samples)
+        log.begin()  # All is built and loaded: the first step is next.
+        return found
 
     # Every rank needs the indices, not only the first of a tensor-parallel group.
     vars(datasets)["is_distributed"] = True
@@ -184,6 +186,7 @@ def train(
         contextlib.closing(training),
         compat.distributed_optimizer_resumes_with_torch_adam(),
         saving(),
+        compat.checkpoint_flags_told(log.goes_on_from),
         compat.training_steps_told(lambda of: log.step(of, health.take_record())),
     ):
         try:

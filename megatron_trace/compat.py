@@ -284,6 +284,31 @@ def training_steps_told(tell: Callable[[StepOutcome], None]) -> Iterator[None]:
         training.training_log = original
 
 
+@contextlib.contextmanager
+def checkpoint_flags_told(tell: Callable[[Any], None]) -> Iterator[None]:
+    """Calls `tell` with the flags in a checkpoint that Megatron goes on from, on every rank.
+
+    Not with `--finetune`. Megatron keeps none of the flags: it compares some of them in
+    `check_checkpoint_args` (checkpointing.py), the one function that gets them of every kind of
+    checkpoint, wherever that lies.
+    """
+    require_version("megatron-core", MEGATRON_CORE, "checkpoint_flags_told")
+    from megatron.training import checkpointing
+
+    original = checkpointing.check_checkpoint_args
+
+    @functools.wraps(original)
+    def told(checkpoint_args: Any, *args: Any, **kwargs: Any) -> None:
+        original(checkpoint_args, *args, **kwargs)
+        tell(checkpoint_args)
+
+    checkpointing.check_checkpoint_args = told
+    try:
+        yield
+    finally:
+        checkpointing.check_checkpoint_args = original
+
+
 def data_set_helpers_not_compiled() -> None:
     """Keeps Megatron from compiling its helpers of data sets, of which TRACE uses none.
 

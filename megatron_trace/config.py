@@ -379,7 +379,7 @@ class RecordedConfig:
             prefetch reads one micro-batch ahead.
         metrics_dir: Folder that gets what every step measures (`metrics.jsonl`) and what the run is
             (`run.json`), for tools/report.py; empty writes none. A run that goes on from a
-            checkpoint continues the file.
+            checkpoint continues the file; the folder of another run is refused.
     """
 
     hint_dir: str = ""

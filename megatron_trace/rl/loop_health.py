@@ -37,7 +37,7 @@ from megatron_trace.rl.loop_record import SampleOrigin, StepMeasures
 from megatron_trace.rl.losses import LossSums
 from megatron_trace.rl_config import HealthConfig
 from megatron_trace.training import gradients
-from megatron_trace.training.over_ranks import largest
+from megatron_trace.training.over_ranks import all_ranks, largest
 from megatron_trace.training.report import TraceReport
 from megatron_trace.training.rounding import NonFiniteError
 from megatron_trace.training.sites import TraceSites
@@ -143,7 +143,7 @@ class LoopHealth:
         if not self.can_skip:
             return False
         is_bad = not (self._is_finite and gradients.are_finite(chunks))
-        if not largest([is_bad], _world())[0]:
+        if not largest([is_bad], all_ranks())[0]:
             return False
         gradients.make_infinite(chunks)
         self.num_skipped += 1
@@ -207,7 +207,7 @@ class LoopHealth:
         if not (self.alarms or self.logs):
             self._forget()
             return []
-        record = self._measures.record(step, report, _world(), p99=self._p99, codes=self._codes)
+        record = self._measures.record(step, report, all_ranks(), p99=self._p99, codes=self._codes)
         found = raised(self.alarms, record, warns=dist.get_rank() == 0)
         self._settle(record | {"alarms": found})
         return found
@@ -217,7 +217,7 @@ class LoopHealth:
         self.stop_reason = must_stop(record)
         if self.logs:
             # The first stage begins first.
-            (elapsed,) = largest([self._measures.elapsed_s], _world())
+            (elapsed,) = largest([self._measures.elapsed_s], all_ranks())
             self._settled = time.perf_counter()
             self._record = record | {"seconds": {"train": elapsed, "wait": self._measures.wait_s}}
         self._forget()
@@ -232,12 +232,6 @@ class LoopHealth:
         if record:
             record["seconds"]["train"] += time.perf_counter() - self._settled
         return record
-
-
-def _world() -> dist.ProcessGroup:
-    world = dist.group.WORLD
-    assert world is not None, "training has initialised torch.distributed"
-    return world
 
 
 def _require_possible(config: HealthConfig, *, saves: bool) -> None:

@@ -1,6 +1,8 @@
 """`metrics.jsonl` and `run.json` of a run inside Megatron's own loop, as RL runs leave them.
 
-Step n is Megatron's iteration n + 1: what trains policy version n.
+Step n is Megatron's iteration n + 1: what trains policy version n. A folder is one run's: steps
+that stay in it led to the checkpoint that a process goes on from, and steps of other settings are
+not replaced.
 """
 
 from __future__ import annotations
@@ -17,8 +19,10 @@ import torch
 
 from megatron_trace.compat import StepOutcome
 from megatron_trace.rl.health_metrics import largest_nearest, nearest_growth
-from megatron_trace.rl.metrics_log import METRICS_FILE, MetricsLog
+from megatron_trace.rl.lineage import PROCESS, Lineage, new_name
+from megatron_trace.rl.metrics_log import METRICS_FILE, MetricsLog, readable_metrics
 from megatron_trace.rl.run_record import RUN_FILE, TRAINING_FOLDER, RunRecord
+from megatron_trace.training.over_ranks import agreed, all_ranks
 
 # Group of Megatron's flags among the settings.
 _MEGATRON = "megatron"
@@ -33,11 +37,12 @@ class LoopLog:
     """The log of one rank: the one that writes, or one that does not.
 
     A process that goes on from a checkpoint continues the file: lines of steps that are done again
-    are replaced when the first of them is.
+    are replaced when the first of them is. Nothing is written before `begin`.
 
     Args:
         folder: Folder of the log; empty writes none.
-        args: Megatron's parsed flags. The last rank writes, which has the loss.
+        args: Megatron's parsed flags, which its checkpoints hold. The last rank writes, which has
+            the loss.
         settings: Settings of ours, by the name of their group.
 
     Raises:
@@ -46,9 +51,13 @@ class LoopLog:
 
     def __init__(self, folder: str, args: Namespace, settings: Mapping[str, Any]) -> None:
         self._folder = Path(folder)
+        self._args = args
         self._metrics: MetricsLog | None = None
         self._first_nearest: float | None = None
         self._record: RunRecord | None = None  # Of the rank that writes.
+        self._saved = Lineage()
+        self._process = ""
+        self._ends = ExitStack()
         if folder and args.rank == args.world_size - 1:
             _require_no_other(self._folder)
             groups = {name: asdict(of) for name, of in settings.items()} | {_MEGATRON: vars(args)}
@@ -62,23 +71,65 @@ class LoopLog:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Writes that the run is going on, and at the end of the context how it ended.
+        """Writes at the end of the context how the run ended, if it has begun within it."""
+        with self._ends:
+            yield
+
+    def goes_on_from(self, saved: Any) -> None:
+        """Takes the flags that the checkpoint holds from which the run goes on."""
+        self._saved = Lineage.among(saved)
+
+    def begin(self) -> None:
+        """Writes that the run is going on, when its first step is next; a collective, once.
 
         Raises:
-            OSError: The folder cannot be made or written.
+            ValueError: The folder is another run's. On the other ranks RuntimeError, as below.
+            OSError: It cannot be made, read or written.
         """
-        if self._record is None:
-            yield
+        if self._process:
             return
-        with ExitStack() as stack:
-            try:
-                stack.enter_context(self._record.running())
-            except OSError as error:
-                raise OSError(
-                    f"--trace-metrics-dir {self._folder} cannot be written: {error}; give a folder "
-                    "that can"
-                ) from error
-            yield
+        first_step, group = self._args.iteration, all_ranks()
+        agreed(lambda: self._take_up(first_step), group)
+        self._process = new_name(group)
+        self._saved.followed_by(self._process, first_step=first_step).leave_among(self._args)
+
+    def _take_up(self, first_step: int) -> None:
+        if self._record is None:
+            return
+        try:
+            self._require_same_run(self._record, first_step)
+            self._ends.enter_context(self._record.running())
+        except OSError as error:
+            raise OSError(
+                f"--trace-metrics-dir {self._folder} cannot be read and written: {error}; give a "
+                "folder that can"
+            ) from error
+
+    def _require_same_run(self, record: RunRecord, first_step: int) -> None:
+        """Checks that the steps in the folder are this run's.
+
+        Those that stay are what led to the checkpoint. Where none stays, the run is begun again,
+        and has the same settings.
+        """
+        found, _ = readable_metrics(self._folder / METRICS_FILE)
+        if not found:
+            return
+        first, last = found[0]["step"], found[-1]["step"]
+        has = f"--trace-metrics-dir {self._folder} has the steps {first} to {last} of another run"
+        kept = [of for of in found if of["step"] < first_step]
+        if (foreign := self._saved.first_foreign(kept)) is not None:
+            step = foreign["step"]
+            raise ValueError(
+                f"{has} than the one whose checkpoint goes on with step {first_step}: step {step} "
+                f"was done by process {foreign.get(PROCESS)} there, and by "
+                f"{self._saved.process_of(step)} before the checkpoint; give the folder of the "
+                "checkpoint's run, or a new one, which then begins with that step"
+            )
+        if not kept and (different := record.difference_from(_found_record(self._folder))):
+            raise ValueError(
+                f"{has}, which this one would replace, as it begins with step {first_step}: "
+                f"{different}; give a folder of its own, or remove that one"
+            )
 
     def leave_off(self, reason: str) -> None:
         """Notes that the process ends in order before the last step; another one goes on."""
@@ -86,7 +137,7 @@ class LoopLog:
             self._record.left_off = reason
 
     def step(self, outcome: StepOutcome, record: Mapping[str, Any]) -> None:
-        """Writes a step.
+        """Writes a step, after `begin`.
 
         Args:
             outcome: What Megatron says of it.
@@ -97,6 +148,7 @@ class LoopLog:
         """
         if self._record is None:
             return
+        assert self._process, "a log begins before its first step"
         step = outcome.iteration - 1
         if self._metrics is None:
             path = self._folder / METRICS_FILE
@@ -111,6 +163,7 @@ class LoopLog:
             {
                 **record,
                 "step": step,
+                PROCESS: self._process,
                 "loss": outcome.losses.get("policy loss"),
                 "grad_norm": outcome.grad_norm,
                 "learning_rate": outcome.learning_rate,
@@ -128,17 +181,25 @@ class LoopLog:
 
 def _require_no_other(folder: Path) -> None:
     """Checks that nothing of another kind would be replaced; an earlier run of the loop may be."""
-    try:
-        found = json.loads((folder / RUN_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # Not there, or damaged.
+    found = _found_record(folder)
+    if found is None:
         return
-    settings = found.get("settings") if isinstance(found, dict) else None
+    settings = found.get("settings")
     if not (isinstance(settings, dict) and _MEGATRON in settings):
         raise ValueError(
             f"--trace-metrics-dir {folder} has the {RUN_FILE} of something else than a run in "
             "Megatron's loop, such as an RL run or an exchange, which would be lost; give a folder "
             "of its own"
         )
+
+
+def _found_record(folder: Path) -> dict[str, Any] | None:
+    """Gives what the `run.json` of a folder holds; None if it is not there, or damaged."""
+    try:
+        found = json.loads((folder / RUN_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else {}
 
 
 def _name_of(folder: Path) -> str:

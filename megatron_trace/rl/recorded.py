@@ -17,7 +17,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.utils.data import Dataset
 
 from megatron_trace.config import RecordedConfig, TraceConfig
@@ -38,7 +37,7 @@ from megatron_trace.training.model import (
     logprobs_of_logits,
     top_logprobs_of_logits,
 )
-from megatron_trace.training.over_ranks import summed_report
+from megatron_trace.training.over_ranks import all_ranks, summed_report
 from megatron_trace.training.report import SiteReport, TraceReport
 from megatron_trace.training.rounding import NonFiniteError
 from megatron_trace.training.sites import TraceSites
@@ -336,11 +335,9 @@ class RecordedTraining:
 
         Training and evaluation, over all ranks: every rank calls it at the end.
         """
-        group = dist.group.WORLD
-        assert group is not None, "training has initialised torch.distributed"
         own = TraceReport({site: SiteReport(**counts) for site, counts in self._counts.items()})
         lines = []
-        for site, counts in summed_report(own, group).sites.items():
+        for site, counts in summed_report(own, all_ranks()).sites.items():
             others = ("rejected", "missing", "rerouted", "not_recorded")
             told = ", ".join(f"{getattr(counts, name)} {name}" for name in others)
             guided = f"{counts.coverage:.1%} of the rows guided; {told}"

@@ -13,7 +13,7 @@ from megatron_trace.config import RecordedConfig
 from megatron_trace.rl.exchange_folder import Samples
 from megatron_trace.training.hint_reader import HintReader, wants_process
 from megatron_trace.training.micro_batch import MicroBatch
-from megatron_trace.training.over_ranks import agreed
+from megatron_trace.training.over_ranks import agreed, all_ranks
 from megatron_trace.training.prefetch import MicroBatchPrefetcher, read_micro_batch
 from megatron_trace.training.sites import TraceSites
 
@@ -174,9 +174,7 @@ class RecordedMicroBatches:
             indices = next(data_iterator)
             build = partial(self._read, indices, sites)
         if sites.groups.pp.size() == 1 and dist.get_world_size() > 1:
-            world = dist.group.WORLD
-            assert world is not None, "there are several ranks"
-            return indices, agreed(build, world)
+            return indices, agreed(build, all_ranks())
         # Stages of a pipeline come by at different times: the launcher ends them all.
         return indices, build()
 

@@ -68,6 +68,26 @@ class RunRecord:
             "started": _now(),
         }
 
+    def difference_from(self, found: Any) -> str:
+        """Gives the first setting, or the seed, by which the run of a file is another than this.
+
+        Args:
+            found: What the file holds; something else than an object is of another run.
+
+        Returns:
+            Name, and both values, as part of a message; empty if the runs are the same.
+        """
+        if not isinstance(found, Mapping):
+            return f"its {RUN_FILE} is missing or damaged"
+        own = json.loads(json.dumps(self._fields))
+        theirs, ours = ({"seed": of.get("seed")} | flat(of.get("settings")) for of in (found, own))
+        missing = object()
+        for name in sorted(theirs.keys() | ours.keys()):
+            if theirs.get(name, missing) != ours.get(name, missing):
+                was, now = (json.dumps(of[name]) if name in of else "-" for of in (theirs, ours))
+                return f"{name} was {was} there and is {now} here"
+        return ""
+
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """Writes that the run is going on, and at the end of the context how it ended."""
@@ -109,6 +129,16 @@ def _told(error: BaseException) -> str:
             line for line in text.splitlines() if line and not line.startswith((" ", "Traceback"))
         )
     return text if len(text) <= _LONGEST_REASON else f"{text[:_LONGEST_REASON]} ..."
+
+
+def flat(value: Any, prefix: str = "") -> dict[str, Any]:
+    """Gives nested objects as one, by dotted names; of what is no object, an empty one."""
+    if not isinstance(value, Mapping):
+        return {prefix.removesuffix("."): value} if prefix else {}
+    found: dict[str, Any] = {}
+    for name, part in value.items():
+        found |= flat(part, f"{prefix}{name}.")
+    return found
 
 
 def versions() -> dict[str, str]:

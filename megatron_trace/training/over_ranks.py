@@ -159,6 +159,13 @@ def quantile(values: torch.Tensor, share: float, group: dist.ProcessGroup) -> fl
     return found if found == following else found + rest * (following - found)
 
 
+def all_ranks() -> dist.ProcessGroup:
+    """Gives the group of all ranks; torch.distributed is initialised."""
+    group = dist.group.WORLD
+    assert group is not None, "torch.distributed is initialised before a rank asks for the others"
+    return group
+
+
 def device_of(group: dist.ProcessGroup) -> torch.device:
     """Gives where tensors must be for collectives of a group."""
     if dist.get_backend(group) == "gloo":

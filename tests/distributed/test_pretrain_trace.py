@@ -165,11 +165,41 @@ def test_steps_that_are_done_again_are_logged_once(folder, resumed):
     assert logs[0] == logs[1]
 
 
+def test_lines_say_which_process_did_a_step(folder, resumed):
+    first, second, third, last = (
+        record["process"] for record in read_metrics(folder / "logs" / "resumed" / "metrics.jsonl")
+    )
+    assert first == second != third == last
+
+
+@pytest.mark.slow
+def test_metrics_of_another_run_stay_as_they_are_and_the_run_does_not_begin(folder, trained):
+    """Of a run that goes on from another's checkpoint, one that starts, one without rollouts."""
+    log = folder / "logs" / "own"
+    fresh = training("start", "own", "1", fresh=True, more=f"--trace-metrics-dir {log}")
+    run("pretrain_trace.py", f"{fresh} --train-iters 2", folder)
+    before = {path.name: path.read_bytes() for path in log.iterdir()}
+    taken = only_iteration_2(folder, "taken")
+    resumed = training(taken, "", "2", more=f"--trace-metrics-dir {log}")
+    for flags, ranks, message in (
+        (resumed, 2, "has the steps 0 to 1 of another run than the one whose checkpoint"),
+        (f"{fresh} --lr 2e-4", 1, "as it begins with step 0: megatron.lr was 0.0001 there and is"),
+        (f"{fresh} --trace-hint-dir nowhere", 1, "nowhere"),
+    ):
+        output = run("pretrain_trace.py", flags, folder, ranks=ranks, fails=True)
+        assert message in output
+        assert {path.name: path.read_bytes() for path in log.iterdir()} == before
+    # The same run from its start is begun again, as a job is that saved nothing before it ended.
+    run("pretrain_trace.py", f"{fresh} --train-iters 2", folder)
+    assert read_run(log).status == "finished, 2 of 2 steps"
+
+
 def logged(folder):
     """Gives a log's records, without what a process that goes on has otherwise."""
     records = read_metrics(folder / "metrics.jsonl")
     for record in records:
         record["seconds"] = sorted(record["seconds"])
+        del record["process"]
         del record["quantisers"]["weights_quantised"]  # All of them, in its first step.
     return records
 

@@ -13,7 +13,7 @@ from megatron.core.datasets import utils
 from megatron.core.inference.utils import InferenceMode
 from megatron.core.tensor_parallel import layers
 from megatron.core.transformer import attention
-from megatron.training import training
+from megatron.training import checkpointing, training
 
 from megatron_trace import compat
 
@@ -98,3 +98,19 @@ def test_a_training_step_is_told_with_what_megatrons_log_gets_and_no_longer_afte
         assert training.training_log(*values, report_memory_flag=True)
     assert told == [compat.StepOutcome(7, {"policy loss": 0.5}, None, 1e-6, False)]
     assert (training.training_log, logged) == (training_log, [7])
+
+
+def test_flags_of_a_checkpoint_are_told_after_megatrons_check_and_no_longer_after_the_context(
+    monkeypatch,
+):
+    assert "check_checkpoint_args(checkpoint_args" in inspect.getsource(
+        checkpointing.load_checkpoint
+    )
+    seen = []
+    monkeypatch.setattr(
+        checkpointing, "check_checkpoint_args", lambda of, skip_args=None: seen.append("checked")
+    )
+    with compat.checkpoint_flags_told(seen.append):
+        checkpointing.check_checkpoint_args("flags", skip_args=None)
+    checkpointing.check_checkpoint_args("flags")
+    assert seen == ["checked", "flags", "checked"]

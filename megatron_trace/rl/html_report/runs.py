@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_trace.rl.metrics_log import METRICS_FILE, readable_metrics
-from megatron_trace.rl.run_record import RUN_FILE, TRAINING_FOLDER
+from megatron_trace.rl.run_record import RUN_FILE, TRAINING_FOLDER, flat
 
 _SEED_FOLDER = re.compile(r"seed-(\d+)")
 _IGNORED = re.compile(r"checkpoints|tensorboard|hints|\..*")
@@ -238,16 +238,6 @@ def _status(run: RunFolder, record: Mapping[str, Any]) -> tuple[str, bool]:
     if known:
         return f"{known} after {count}", False
     return f"{count}; whether it ended is not known", False
-
-
-def flat(value: Any, prefix: str = "") -> dict[str, Any]:
-    """Gives nested objects as one, by dotted names; of what is no object, an empty one."""
-    if not isinstance(value, Mapping):
-        return {prefix.removesuffix("."): value} if prefix else {}
-    found: dict[str, Any] = {}
-    for name, part in value.items():
-        found |= flat(part, f"{prefix}{name}.")
-    return found
 
 
 def _is_number(value: Any) -> bool:

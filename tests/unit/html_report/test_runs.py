@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from megatron_trace.rl.html_report.measures import CURVES, Curve
-from megatron_trace.rl.html_report.runs import find_runs, flat, read_run
+from megatron_trace.rl.html_report.runs import find_runs, read_run
 from megatron_trace.rl.html_report.spread import groups_of, mean_of_last_fifth, points_of, spread_of
+from megatron_trace.rl.run_record import flat
 
 GAP = next(curve for curve in CURVES if curve.path == ("gap", "mean"))
 REWARD = next(curve for curve in CURVES if curve.path == ("reward",))
