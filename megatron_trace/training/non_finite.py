@@ -56,8 +56,7 @@ class NonFiniteNotes:
         if place in self._seen:
             self.ask()
         if self._notes is None:
-            shape, device = (len(self._places), 1), values.device
-            self._notes = torch.full(shape, ALL_FINITE, dtype=torch.int64, device=device)
+            self._notes = self._new_notes(values.device)
             self._of = dict(zip(self._places, self._notes.unbind(), strict=True))
         self._seen[place] = values.shape[1], row_name
         return self._of[place]
@@ -89,6 +88,12 @@ class NonFiniteNotes:
         if self._seen:
             self._seen = {}
             self._clear()
+
+    # Others could not be written outside of inference mode.
+    @torch.inference_mode(False)
+    def _new_notes(self, device: torch.device) -> torch.Tensor:
+        shape = len(self._places), 1
+        return torch.full(shape, ALL_FINITE, dtype=torch.int64, device=device)
 
     def _read(self) -> dict[Place, int]:
         assert self._notes is not None, "a place was seen"

@@ -38,6 +38,8 @@ class _DeviceCounts:
         device: Where their values are.
     """
 
+    # Others could not be counted up outside of inference mode.
+    @torch.inference_mode(False)
     def __init__(self, places: Sequence[Place], device: torch.device) -> None:
         names = _BY_KERNELS + _BY_FLAGS
         self._counts = torch.zeros((len(places), len(names)), dtype=torch.int64, device=device)

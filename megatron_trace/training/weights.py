@@ -220,6 +220,7 @@ class ExpertWeight:
         return known
 
 
+@torch.inference_mode(False)  # Weights that it made could not be saved for a backward pass later.
 @torch.no_grad()
 def current_weights(
     forms: Sequence[ExpertWeight],
