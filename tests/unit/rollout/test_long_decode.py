@@ -25,14 +25,16 @@ from megatron_trace.testing.tiny_rollout import (
 
 PROMPT = [index % EOD_TOKEN for index in range(21)]
 GREEDY = SamplingSettings(max_new_tokens=40, greedy=True)
+# So that no request of many ends, whatever is drawn.
+NO_TOKEN = -1
 
 
-def _server(engine, max_requests):
+def _server(engine, max_requests, *, eod_token=EOD_TOKEN):
     limits = EngineLimits(
         MAX_SEQUENCE_LENGTH, max_requests=max_requests, block_size_tokens=16, max_step_tokens=64
     )
     packed = engine.trace.quantises_kv
-    return Server(engine.model, engine.sites, packed=packed, eod_token=EOD_TOKEN, limits=limits)
+    return Server(engine.model, engine.sites, packed=packed, eod_token=eod_token, limits=limits)
 
 
 @pytest.mark.parametrize("method", ["bf16", "trace"])
@@ -65,7 +67,7 @@ def test_a_moved_request_samples_what_one_does_that_has_been_prefilled(weights, 
 
 
 def test_steps_are_timed_where_the_requests_are_said_to_be(trace_engine):
-    server = _server(trace_engine, 3)
+    server = _server(trace_engine, 3, eod_token=NO_TOKEN)
     context = server.context
     with LongDecode(server, 3, keep=True).running() as decode:
         for length in (17, 40):
@@ -78,7 +80,8 @@ def test_steps_are_timed_where_the_requests_are_said_to_be(trace_engine):
 
 
 def test_rows_are_kept_of_the_steps_for_which_recording_is_on(trace_engine):
-    server, recorder = _server(trace_engine, 3), trace_engine.sites.recorder
+    server = _server(trace_engine, 3, eod_token=NO_TOKEN)
+    recorder = trace_engine.sites.recorder
     with LongDecode(server, 3, keep=False).running() as decode:
         for length, keep in ((17, True), (33, False), (49, True)):
             decode.record(keep)
@@ -117,6 +120,7 @@ def _decoded(weights, *, captured):
     engine = tiny_engine(
         weights,
         pattern="GE*E",
+        eod_token=NO_TOKEN,
         max_requests=4,
         hint_layers="all",
         hint_sites=("fc1", "fc2", "k", "v"),
