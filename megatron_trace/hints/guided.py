@@ -110,7 +110,9 @@ def guided_values(
         number_format: Format of the hint.
         dtype: dtype in which the dequantised values are rounded; None is that of x.
         order: int32 [N]; which row of the hint a row of x has, each one of 0 to M - 1. None: its
-            own.
+            own. That of a trainer is a sort of the routing record (`training.slots`), so a
+            permutation. In host memory it is checked. On a GPU nothing checks it, as the host would
+            wait for the answer: another number there reads beyond the hint.
         rejected: int64 [1] on x's device, to which the number of rows is added that have a hint
             that is not accepted; None: they are not counted.
         implementation: `torch`, `triton`, or `auto` (Triton where x is on a GPU).
@@ -121,7 +123,8 @@ def guided_values(
 
     Raises:
         ValueError: Shapes disagree, K is not a multiple of the block size, num_bits is not that of
-            a hint of the format, or the implementation cannot run on x.
+            a hint of the format, an order in host memory names a row that is not there, or the
+            implementation cannot run on x.
     """
     if ops.takes_triton(implementation, x):
         require_hint_bits(num_bits, number_format)
@@ -158,10 +161,11 @@ def rows_in_order(
         hint: uint8 [M, bytes]; see `guided_values`, like the others.
         scale_bytes: uint8 [M, B].
         has_hint: bool [M / s].
-        order: int32 [N], or None.
+        order: int32 [N], or None; checked as there.
 
     Raises:
-        ValueError: There are not as many scale bytes, or no whole number of rows for each flag.
+        ValueError: There are not as many scale bytes, no whole number of rows for each flag, or an
+            order in host memory names a row that is not there.
     """
     rows_of_flag, left = divmod(len(hint), max(len(has_hint), 1))
     if len(scale_bytes) != len(hint) or left:
@@ -171,8 +175,21 @@ def rows_in_order(
         )
     if order is None:
         return hint, scale_bytes, has_hint
+    _require_rows(order, len(hint))
     flags = has_hint.index_select(0, order // max(rows_of_flag, 1))
     return hint.index_select(0, order), scale_bytes.index_select(0, order), flags
+
+
+def _require_rows(order: torch.Tensor, num_rows: int) -> None:
+    """Checks that an order in host memory names rows of a hint only."""
+    if order.device.type != "cpu" or not order.numel():
+        return
+    lowest, highest = (int(end) for end in order.aminmax())
+    if lowest < 0 or highest >= num_rows:
+        raise ValueError(
+            f"order must name rows 0 to {num_rows - 1} of the hint; got {lowest} to {highest}; give "
+            "that of this hint's rows"
+        )
 
 
 def _by_torch(num_bits: int, number_format: NumberFormat) -> dict[str, Any]:

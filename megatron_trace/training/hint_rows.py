@@ -41,7 +41,8 @@ class HintRows:
             `restored`: what the residues stand for beside the trainer's values; `packed`: residues
             as they are stored, before `unpacked`.
         number_format: Format of the values.
-        order: int32 [N]; which row of these each row of the operand has. None: its own, and M = N.
+        order: int32 [N]; which row of these each row of the operand has, of 0 to M - 1, which a GPU
+            does not check (`hints.guided.guided_values`). None: its own, and M = N.
     """
 
     payload: torch.Tensor

@@ -116,3 +116,11 @@ def test_rows_that_are_no_multiple_of_the_flags_are_refused(case: Case) -> None:
             order=case.order,
             **case.how,
         )
+
+
+@pytest.mark.parametrize("row", [-1, TOKENS * SLOTS, 2**31 - 1])
+def test_an_order_that_names_a_row_that_is_not_there_is_refused(case: Case, row: int) -> None:
+    case.order[7] = row
+    for guided in (guided_values, guided_codes):
+        with pytest.raises(ValueError, match=rf"order must name rows 0 to 383 .*; got .*{row}"):
+            guided(case.x, *case.in_place, case.scale, order=case.order, **case.how)
