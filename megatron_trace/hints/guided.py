@@ -187,8 +187,8 @@ def _require_rows(order: torch.Tensor, num_rows: int) -> None:
     lowest, highest = (int(end) for end in order.aminmax())
     if lowest < 0 or highest >= num_rows:
         raise ValueError(
-            f"order must name rows 0 to {num_rows - 1} of the hint; got {lowest} to {highest}; give "
-            "that of this hint's rows"
+            f"order must name rows 0 to {num_rows - 1} of the hint; got {lowest} to {highest}; "
+            "give that of this hint's rows"
         )
 
 
