@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,12 +22,12 @@ def sum_over_ranks(rank, values):
     return {"rank": rank, "total": total}
 
 
-def say_and_wait(rank):
-    """Says something at once, and ends a second later."""
+def say_and_wait(rank, folder):
+    """Says something at once, and ends when that was heard."""
     sys.stderr.write(f"layout {rank} is done\n")
-    time.sleep(1)
+    while not (Path(folder) / f"heard {rank}").exists():
+        time.sleep(0.01)
     sys.stderr.write("all are done\n")
-    return time.time()
 
 
 def fail_on_rank_1(rank):
@@ -57,14 +58,16 @@ def test_ranks_that_never_finish_are_ended():
         run_ranks(__file__, "wait_for_ever", world_size=2, timeout_s=1)
 
 
-def test_what_ranks_print_is_passed_on_before_they_end():
-    seen = {}
-    ended = run_ranks(
-        __file__,
-        "say_and_wait",
-        world_size=2,
-        echo=lambda line: seen.setdefault(line.partition("rank ")[2], time.time()),
-    )
+def test_what_ranks_print_is_passed_on_before_they_end(tmp_path):
+    seen = []
+
+    def heard(line):
+        seen.append(line.partition("rank ")[2])
+        for rank in range(2):
+            if line.endswith(f"layout {rank} is done"):
+                (tmp_path / f"heard {rank}").touch()
+
+    run_ranks(__file__, "say_and_wait", world_size=2, echo=heard, folder=str(tmp_path))
     for rank in range(2):
-        assert seen[f"{rank}] layout {rank} is done"] < ended[rank]
+        assert seen.count(f"{rank}] layout {rank} is done") == 1
         assert f"{rank}] all are done" in seen

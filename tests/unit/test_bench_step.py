@@ -13,20 +13,20 @@ from megatron_trace.testing.programs import load_program
 
 TOOLS = Path(__file__).parents[2] / "tools"
 STANDS_STILL = """
-import sys, tempfile, time
+import os, sys, tempfile
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 from stall_watch import watched
 
 def stand_still():
-    time.sleep(1.6)
+    os.read(0, 1)
 
 with tempfile.TemporaryDirectory() as folder:
     with watched(Path(folder), after_s=0.3, native=False) as progress:
         progress.made()
         stand_still()
         progress.made()
-        time.sleep(0.3)
+        os.read(0, 1)
 """
 
 
@@ -72,8 +72,15 @@ def test_rounds_that_are_not_pairs_are_refused(pairs):
 
 def test_a_process_that_stands_still_is_described_with_its_threads_and_stacks():
     command = [sys.executable, "-c", STANDS_STILL, str(TOOLS)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert "no progress beyond 1" in done.stdout
-    assert "beats in .4 s" in done.stdout
-    assert "in stand_still" in done.stderr
-    assert "goes on" in done.stdout
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, bufsize=0
+    ) as process:
+        assert process.stdin is not None
+        # It stands until all of this was said, however long the watcher takes to start.
+        for said in (b"no progress beyond 1", b"beats in .4 s", b"in stand_still"):
+            assert any(said in line for line in process.stdout), said
+        process.stdin.write(b"1")
+        assert any(b"goes on" in line for line in process.stdout)
+        process.stdin.write(b"2")
+        process.stdout.read()
+    assert process.returncode == 0

@@ -44,7 +44,7 @@ def browse(tmp_path, html):
         ],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=True,
     )
     events = json.loads(net_log.read_text())["events"]

@@ -3,6 +3,8 @@
 import os
 import re
 import threading
+import time
+from dataclasses import replace
 
 import pytest
 
@@ -96,14 +98,20 @@ def test_the_claim_of_a_silent_worker_is_taken_over(exchange):
 
 
 def test_signs_of_life_keep_a_claim(tmp_path):
-    quick = Exchange.create(
-        tmp_path,
-        ExchangeSettings(steps=1, prompts_per_batch=1, samples_per_prompt=2, lease_s=0.2),
-    )
-    claim = quick.claim("slow")
-    with quick.signs_of_life(claim):
-        threading.Event().wait(0.5)
-        assert quick.claim("other") is None
+    """Of two exchanges of one folder one gives signs often, so that the other's lease is long."""
+    settings = ExchangeSettings(steps=1, prompts_per_batch=1, samples_per_prompt=2, lease_s=0.2)
+    often, patient = Exchange.create(tmp_path, settings), Exchange(tmp_path)
+    patient.settings = replace(settings, lease_s=600.0)
+    claim = often.claim("slow")
+    with often.signs_of_life(claim):
+        for _ in range(3):
+            os.utime(claim.path, (1, 1))  # It was silent for long.
+            until = time.monotonic() + 60
+            while claim.path.stat().st_mtime == 1 and time.monotonic() < until:
+                time.sleep(0.01)
+            assert patient.claim("other") is None
+    os.utime(claim.path, (1, 1))
+    assert patient.claim("other").batch == claim.batch
 
 
 def test_a_worker_that_begins_anew_gets_its_own_batch_back_at_once(exchange):
