@@ -133,11 +133,11 @@ step() {
 finish() { # finish PID: waits for a step, whatever signals come, and gives its status.
     ((DRY_RUN)) && return
     local status=0
-    wait "$1" || status=$?
+    wait "$1" || true
     while kill -0 "$1" 2>/dev/null; do # A signal ended `wait`, not the step.
-        status=0
-        wait "$1" || status=$?
+        wait "$1" || true
     done
+    wait "$1" || status=$? # Bash keeps it, also of a step that ended just after the signal.
     unset "STEPS[$1]"
     return "$status"
 }
