@@ -40,6 +40,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Gives a test and its fixtures the same numbers, whatever this process ran before."""
+    torch.random.default_generator.manual_seed(0)
+
+
 def pytest_collection_finish() -> None:
     """Spares every collection of garbage the million objects that imports made."""
     gc.collect()
