@@ -54,7 +54,7 @@ _START = (
     f"[signal.signal(getattr(signal, of), signal.SIG_IGN) for of in {_FOR_THE_TRAINER}]; "
     "from megatron_trace.training.read_hints import main; main(int(sys.argv[1]))"
 )
-_PATIENCE_S = 10.0
+_PATIENCE_S = 60.0
 _CLOSED = "the process that reads hints was closed: take all micro-batches before HintReader.close"
 
 

@@ -67,6 +67,7 @@ def own_task(functions):
             reward=f"{functions}:{reward}",
             environment=environment and f"{functions}:{environment}",
             function_workers=1,
+            function_timeout_s=300.0,
             **config,
         )
         tasks.append(OwnTask(config, CharTokenizer(" +123468=aegin")))
