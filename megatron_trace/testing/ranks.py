@@ -42,7 +42,7 @@ def run_ranks(
     world_size: int,
     parallel: Mapping[str, int] | None = None,
     seed: int = 0,
-    timeout_s: float = 300.0,
+    timeout_s: float = 600.0,
     echo: Callable[[str], Any] | None = None,
     **arguments: Any,
 ) -> list[Any]:
