@@ -27,7 +27,9 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory):
     with single_process(seed=0), te_on_cpu():
-        runs = outcomes_of_layouts(tmp_path_factory.mktemp("te"), timeout_s=1000, step_timeout_s=300)
+        runs = outcomes_of_layouts(
+            tmp_path_factory.mktemp("te"), timeout_s=1000, step_timeout_s=300
+        )
     assert runs.failure is None, runs.failure
     return runs.outcomes
 
