@@ -177,7 +177,7 @@ SETTINGS = {
     "cpu-106m": Setting(
         BASE_106M,
         methods=("bf16", "qat", "trace"),
-        seeds=(0, 1),
+        seeds=(0, 1, 2),
         steps=150,
         num_held_out=600,
         save_every=50,
