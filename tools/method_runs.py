@@ -284,9 +284,9 @@ def is_done(plan: RunPlan, work: Path) -> bool:
     path = plan.folder(work) / RUN_FILE
     if not path.exists():
         return False
+    if different := plan.record(work).difference_there():
+        raise ValueError(f"{path} is of another run: {different}; choose another --work")
     record = json.loads(path.read_text())
-    if record["settings"] != json.loads(json.dumps(plan.identity)):
-        raise ValueError(f"{path} is of other settings; choose another --work")
     if record["status"] == "stopped":
         return True
     return record["status"] == "finished" and record["steps"] >= plan.steps

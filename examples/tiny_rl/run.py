@@ -314,15 +314,27 @@ def tasks_digest(path: Path) -> str:
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
-def saved_steps(folder: Path, options: argparse.Namespace) -> Path | None:
-    """Gives the checkpoint to continue a run from; without --resume, removes what is there."""
+def saved_steps(folder: Path, options: argparse.Namespace, record: RunRecord) -> Path | None:
+    """Gives the checkpoint to continue a run from; without --resume, removes what is there.
+
+    Raises:
+        SystemExit: There is none, but steps of another run, which --resume does not mean.
+    """
     checkpoints = folder / "checkpoints"
     if not options.resume:
         shutil.rmtree(checkpoints, ignore_errors=True)
     for unfinished in checkpoints.glob("step-*.tmp-*"):  # Of a save that was interrupted.
         shutil.rmtree(unfinished)
+    if any(checkpoints.glob("step-??????")):
+        return checkpoint.latest(checkpoints)
     # Nothing is saved of a run that the interruption kept from its first checkpoint.
-    return checkpoint.latest(checkpoints) if any(checkpoints.glob("step-??????")) else None
+    has_steps = options.resume and read_metrics(folder / METRICS_FILE)
+    if has_steps and (different := record.difference_there()):
+        raise SystemExit(
+            f"error: {folder} has no checkpoint to resume, and steps of another run: {different}; "
+            "without --resume they are replaced, and another --output leaves them"
+        )
+    return None
 
 
 def do_run(
@@ -464,18 +476,16 @@ def do_all_runs(options: argparse.Namespace) -> list[RunSummary]:
                 task=task,
                 hint_folder=folder / "hints" if options.hint_files else None,
             )
+            record = RunRecord(folder, name=name, seed=seed, settings=identity, steps=options.steps)
             with contextlib.closing(run):
-                if saved := saved_steps(folder, options):
+                if saved := saved_steps(folder, options, record):
                     with _told_in_one_line():
-                        checkpoint.resume(run, saved, identity=identity)
+                        checkpoint.resume(run, saved, identity=identity, num_steps=options.steps)
                 else:
                     calibration = calibration_batches(
                         train_items, task.tokenizer, num_samples=CALIBRATION_SAMPLES
                     )
                     start(run, weights(), calibration)
-                record = RunRecord(
-                    folder, name=name, seed=seed, settings=identity, steps=options.steps
-                )
                 with record.running():
                     accuracies = do_run(run, name, folder, held_out, options, identity, record)
             records = read_metrics(folder / METRICS_FILE)

@@ -107,7 +107,13 @@ def _complete(folder: Path) -> list[Path]:
     return [path for path in paths if re.fullmatch(r"step-\d{6,}", path.name)]
 
 
-def resume(run: RlRun, checkpoint: str | Path, *, identity: Mapping[str, Any]) -> None:
+def resume(
+    run: RlRun,
+    checkpoint: str | Path,
+    *,
+    identity: Mapping[str, Any],
+    num_steps: int | None = None,
+) -> None:
     """Brings a run that was just built, or whose step failed, to the state of a checkpoint.
 
     The engine takes the saved scales, and the saved weights are pushed again; later steps then
@@ -119,9 +125,11 @@ def resume(run: RlRun, checkpoint: str | Path, *, identity: Mapping[str, Any]) -
         run: A run with the same settings; hints that it has not trained on are dropped.
         checkpoint: Folder of one checkpoint.
         identity: See `save`.
+        num_steps: Steps that the run is to have in the end; None if it only is to be what it was.
 
     Raises:
-        ValueError: The checkpoint is truncated or of something else, or its run was another one.
+        ValueError: The checkpoint is truncated or of something else, its run was another one, or
+            has done more steps than it is to have.
     """
     checkpoint = Path(checkpoint)
     record = _verified_record(checkpoint)
@@ -135,14 +143,18 @@ def resume(run: RlRun, checkpoint: str | Path, *, identity: Mapping[str, Any]) -
                 f"{checkpoint} is of another run: {name} was {saved!r}, now it is {own!r}; resume "
                 "with the settings of the run that was saved"
             )
+    progress = Progress(**record["progress"])
+    if num_steps is not None and progress.step > num_steps:
+        raise ValueError(
+            f"{checkpoint} has done {progress.step} steps, more than the {num_steps} that the run "
+            "is to have; resume with as many or more, or start it anew"
+        )
     if run.engine.session is not None:
         run.engine.session.close()
-    progress = Progress(**record["progress"])
     if progress.in_bf16 and not run.progress.in_bf16:
         fall_back_to_bf16(run)
     state: Any = dist_checkpointing.load(_sharded_state(run, is_loading=True), str(checkpoint))
-    for sample_id in run.store.sample_ids():
-        run.store.drop_sample(sample_id)
+    run.drop_hints()
     run.model.load_state_dict(state["model"])
     run.optimizer.load_state_dict(state["optimizer"])
     torch.set_rng_state(state["random_states"]["torch"])

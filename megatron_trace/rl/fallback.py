@@ -30,8 +30,7 @@ def fall_back_to_bf16(run: RlRun) -> None:
         for name, parameter in parts.model.named_parameters():
             parameter.copy_(own[name])
     parts.optimizer.load_state_dict(run.optimizer.state_dict())
-    for sample_id in run.store.sample_ids():
-        run.store.drop_sample(sample_id)
+    run.drop_hints()
     for part in dataclasses.fields(parts):
         setattr(run, part.name, getattr(parts, part.name))
     run.settings = bf16

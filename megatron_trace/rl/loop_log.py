@@ -21,7 +21,7 @@ from megatron_trace.compat import StepOutcome
 from megatron_trace.rl.health_metrics import largest_nearest, nearest_growth
 from megatron_trace.rl.lineage import PROCESS, Lineage, new_name
 from megatron_trace.rl.metrics_log import METRICS_FILE, MetricsLog, readable_metrics
-from megatron_trace.rl.run_record import RUN_FILE, TRAINING_FOLDER, RunRecord
+from megatron_trace.rl.run_record import RUN_FILE, TRAINING_FOLDER, RunRecord, read_record
 from megatron_trace.training.over_ranks import agreed, all_ranks
 
 # Group of Megatron's flags among the settings.
@@ -125,7 +125,7 @@ class LoopLog:
                 f"{self._saved.process_of(step)} before the checkpoint; give the folder of the "
                 "checkpoint's run, or a new one, which then begins with that step"
             )
-        if not kept and (different := record.difference_from(_found_record(self._folder))):
+        if not kept and (different := record.difference_there()):
             raise ValueError(
                 f"{has}, which this one would replace, as it begins with step {first_step}: "
                 f"{different}; give a folder of its own, or remove that one"
@@ -181,7 +181,7 @@ class LoopLog:
 
 def _require_no_other(folder: Path) -> None:
     """Checks that nothing of another kind would be replaced; an earlier run of the loop may be."""
-    found = _found_record(folder)
+    found = read_record(folder)
     if found is None:
         return
     settings = found.get("settings")
@@ -191,15 +191,6 @@ def _require_no_other(folder: Path) -> None:
             "Megatron's loop, such as an RL run or an exchange, which would be lost; give a folder "
             "of its own"
         )
-
-
-def _found_record(folder: Path) -> dict[str, Any] | None:
-    """Gives what the `run.json` of a folder holds; None if it is not there, or damaged."""
-    try:
-        found = json.loads((folder / RUN_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return found if isinstance(found, dict) else {}
 
 
 def _name_of(folder: Path) -> str:

@@ -240,6 +240,11 @@ class RlRun:
         if isinstance(self.store, HintFilesWriter):
             self.store.close()
 
+    def drop_hints(self) -> None:
+        """Removes the hints of all samples, also those that a process left in files."""
+        for sample_id in self.store.sample_ids():
+            self.store.drop_sample(sample_id)
+
     def sampling(self) -> SamplingSettings:
         """Gives how the engine samples for training: no more most likely tokens than there are."""
         sampling = self.settings.sampling()
@@ -298,8 +303,8 @@ def build_run(
         task: Scores the samples, and answers their turns, with the same tokenizer; None takes
             reasoning-gym's scorers.
         model_id: Name of the model in the quantiser settings.
-        hint_folder: Folder that samples and hints are written to and read from; None keeps them in
-            memory.
+        hint_folder: Folder that hints are written to and read from, of this run alone: what is in
+            it when the run starts or resumes is removed. None keeps them in memory.
         max_hint_bytes: Most bytes of hints that are read ahead from it, the micro-batch in use
             included; None reads one micro-batch ahead.
         hint_reader: What reads ahead: `process`, `thread`, or `auto`: a process on a GPU.
@@ -380,6 +385,9 @@ def start(
 ) -> None:
     """Gives both sides the same weights, calibrates the engine's scales, and pushes version 0.
 
+    Hints that the run's folder has are dropped: of samples that this run will roll out again, if it
+    was killed before its first checkpoint.
+
     Args:
         run: A run that was just built.
         weights: FP32 or BF16 parameters by name.
@@ -397,6 +405,7 @@ def start(
     if run.sites.quantises:
         run.engine.calibrate(calibration)
         use_settings_of_engine(run)
+    run.drop_hints()
     run.push_weights(policy_version=0)
 
 

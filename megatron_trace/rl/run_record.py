@@ -68,16 +68,15 @@ class RunRecord:
             "started": _now(),
         }
 
-    def difference_from(self, found: Any) -> str:
-        """Gives the first setting, or the seed, by which the run of a file is another than this.
-
-        Args:
-            found: What the file holds; something else than an object is of another run.
+    def difference_there(self) -> str:
+        """Gives what makes the run that the file has another one: a setting, or the seed.
 
         Returns:
-            Name, and both values, as part of a message; empty if the runs are the same.
+            The first name that differs with both values, as part of a message; empty if the runs
+            are the same.
         """
-        if not isinstance(found, Mapping):
+        found = read_record(self.path.parent)
+        if found is None:
             return f"its {RUN_FILE} is missing or damaged"
         own = json.loads(json.dumps(self._fields))
         theirs, ours = ({"seed": of.get("seed")} | flat(of.get("settings")) for of in (found, own))
@@ -129,6 +128,19 @@ def _told(error: BaseException) -> str:
             line for line in text.splitlines() if line and not line.startswith((" ", "Traceback"))
         )
     return text if len(text) <= _LONGEST_REASON else f"{text[:_LONGEST_REASON]} ..."
+
+
+def read_record(folder: str | Path) -> dict[str, Any] | None:
+    """Gives the object that the `run.json` of a folder holds.
+
+    Returns:
+        It, an empty one if the file holds something else, or None if it is not there or damaged.
+    """
+    try:
+        found = json.loads((Path(folder) / RUN_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else {}
 
 
 def flat(value: Any, prefix: str = "") -> dict[str, Any]:

@@ -157,6 +157,16 @@ class RunPlan:
             own["asynchronous"] = dataclasses.asdict(self.ahead)
         return dataclasses.asdict(self.settings) | own | dict(self.problem)
 
+    def record(self, work: Path) -> RunRecord:
+        """Gives what the run's folder says of it."""
+        return RunRecord(
+            self.folder(work),
+            name=self.name,
+            seed=self.seed,
+            settings=self.identity,
+            steps=self.steps,
+        )
+
     def folder(self, work: Path) -> Path:
         """Gives the run's folder."""
         return work / f"seed-{self.seed}" / self.name
@@ -185,9 +195,7 @@ def do_run(plan: RunPlan, problem: Problem, work: Path) -> None:
     run = _build(plan.settings, problem)
     perturb_layers(run.model, plan.perturb)
     _take_up(run, plan, problem, folder)
-    record = RunRecord(
-        folder, name=plan.name, seed=plan.seed, settings=plan.identity, steps=plan.steps
-    )
+    record = plan.record(work)
     held_out = HeldOutLog(folder / HELD_OUT_FILE, last_step=run.progress.step)
     with record.running():
         if not plan.is_of_one_policy:
@@ -285,7 +293,9 @@ def _take_up(run: RlRun, plan: RunPlan, problem: Problem, folder: Path) -> None:
     for unfinished in checkpoints.glob("step-*.tmp-*"):
         shutil.rmtree(unfinished)
     if any(checkpoints.glob("step-??????")):
-        checkpoint.resume(run, checkpoint.latest(checkpoints), identity=plan.identity)
+        checkpoint.resume(
+            run, checkpoint.latest(checkpoints), identity=plan.identity, num_steps=plan.steps
+        )
     else:
         start(run, problem.weights, problem.calibration)
 

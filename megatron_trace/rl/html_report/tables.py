@@ -166,6 +166,8 @@ def settings_section(groups: Sequence[Group]) -> Iterator[str]:
         yield "<p>None: the groups have the same settings.</p>"
     else:
         yield "<p>There is nothing to compare with.</p>"
+    for group in known:
+        yield from _differences_within(group, names)
     everything = _table(heads, [_setting_row(name, values[name]) for name in names])
     yield f"<details><summary>All {len(names)} settings</summary>{everything}</details>"
 
@@ -249,8 +251,20 @@ def _lengths(group: Group) -> str:
 
 def _setting(group: Group, name: str) -> str:
     """Gives the value of a setting in a group; of repetitions that differ, all of them."""
+    return " / ".join(_setting_values(group, name)) or "–"
+
+
+def _setting_values(group: Group, name: str) -> list[str]:
     shown = [json.dumps(run.settings[name]) for run in group.runs if name in run.settings]
-    return " / ".join(dict.fromkeys(shown)) or "–"
+    return list(dict.fromkeys(shown))
+
+
+def _differences_within(group: Group, names: Sequence[str]) -> Iterator[str]:
+    """Yields what runs of one name have otherwise beside their seed, if there is any."""
+    within = [name for name in names if len(_setting_values(group, name)) > 1]
+    if within:
+        told = "; ".join(f"{name} {_setting(group, name)}" for name in within[:_MOST_SHOWN])
+        yield f"<p>{_warned(f'Runs named {group.name} are no repetitions, by')} {escape(told)}</p>"
 
 
 def _setting_row(name: str, values: Sequence[str]) -> list[str]:

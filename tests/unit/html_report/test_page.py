@@ -92,6 +92,20 @@ def test_settings_that_differ_are_listed_but_not_the_seed(parsed):
     assert "Not known of: empty, killed, nothing_logged, odd." in section
 
 
+def test_runs_of_one_name_that_differ_in_more_than_the_seed_are_told(tmp_path, write_run):
+    for seed in (0, 1):
+        settings = {"optimizer": {"learning_rate": 10.0**-seed}, "seed": seed}
+        step = {"step": 0, "reward": 0.5}
+        write_run(f"seed-{seed}/qat", [step], name="qat", seed=seed, settings=settings)
+    parsed = Parsed(made(find_runs([tmp_path])))
+    section = parsed.text.split("Settings that differ")[1].split("All 1 settings")[0]
+    assert "Runs named qat are no repetitions, by optimizer.learning_rate 1.0 / 0.1" in section
+
+
+def test_repetitions_are_not_told_to_differ(parsed):
+    assert "are no repetitions" not in parsed.text
+
+
 def test_versions_that_differ_are_marked(parsed):
     assert "torch (differs) 2.10.0 2.11.0" in parsed.text
     assert "commit abc abc" in parsed.text

@@ -1,5 +1,6 @@
 """Save and resume of RL runs."""
 
+import contextlib
 import json
 import shutil
 from unittest.mock import Mock
@@ -8,7 +9,7 @@ import pytest
 import torch
 
 from megatron_trace.rl import checkpoint
-from megatron_trace.rl.step import rl_step
+from megatron_trace.rl.step import rl_step, roll_out
 
 IDENTITY = {"method": "trace", "seed": 0, "sites": ("fc1", "k")}
 
@@ -194,3 +195,23 @@ def test_record_of_another_program_is_refused(tmp_path, content):
 def test_folder_of_something_else_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"is no RL checkpoint: it has no run\.json"):
         checkpoint.resume(None, tmp_path, identity=IDENTITY)
+
+
+def test_a_run_that_was_killed_in_its_first_step_begins_again(started, tmp_path):
+    """Its samples are named as those that it rolled out before."""
+    killed = started("trace", hint_folder=tmp_path)
+    samples, _ = roll_out(killed)
+    killed.close()
+    again = started("trace", hint_folder=tmp_path)
+    with contextlib.closing(again):
+        assert again.store.sample_ids() == ()
+        assert [sample.sample_id for sample in roll_out(again)[0]] == [
+            sample.sample_id for sample in samples
+        ]
+
+
+def test_more_steps_than_a_run_is_to_have_are_refused(build, saved):
+    run = build("trace")
+    with pytest.raises(ValueError, match=r"step-000001 has done 1 steps, more than the 0 that"):
+        checkpoint.resume(run, saved, identity=IDENTITY, num_steps=0)
+    assert run.progress.step == 0

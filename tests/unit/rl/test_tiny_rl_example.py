@@ -2,6 +2,7 @@
 
 import json
 import logging
+import shutil
 from pathlib import Path
 
 import pytest
@@ -93,6 +94,25 @@ def test_resumed_program_continues_exactly(do_runs, tmp_path):
     assert not unfinished.exists()
     assert gaps(tmp_path) == through
     assert summaries[0].name == "trace"
+
+
+def test_what_resume_cannot_continue_is_refused_and_left_as_it_is(do_runs, tmp_path):
+    do_runs("--runs", "qat", "--steps", "2")
+    folder = tmp_path / "seed-0" / "qat"
+    files = [folder / "metrics.jsonl", folder / "run.json"]
+    before = [file.read_bytes() for file in files]
+
+    def resume(*flags):
+        do_runs("--runs", "qat", "--resume", *flags)
+
+    with pytest.raises(SystemExit, match=r"000002 has done 2 steps, more than the 1 that the run"):
+        resume("--steps", "1")
+    with pytest.raises(SystemExit, match=r"000002 is of another run: optimizer was"):
+        resume("--steps", "2", "--learning-rate", "1e-4")
+    shutil.rmtree(folder / "checkpoints")  # As of a run that saved none.
+    with pytest.raises(SystemExit, match=r"another run: optimizer.learning_rate was 1e-05 there"):
+        resume("--steps", "2", "--learning-rate", "1e-4")
+    assert [file.read_bytes() for file in files] == before
 
 
 def test_an_asynchronous_run_resumes_exactly_where_it_drained(do_runs, tmp_path):
