@@ -128,10 +128,6 @@ class HintFilesWriter(HintFiles):
         self._require_new(hint.key.sample_id)
         self._staged.put(hint, kind)
 
-    def staged_ids(self) -> tuple[str, ...]:
-        """Gives the samples that have records, but are not committed."""
-        return self._staged.sample_ids()
-
     def commit(self, samples: Sequence[RolloutSample]) -> None:
         """Writes samples with their staged records: all samples of a policy version, or none.
 

@@ -37,11 +37,6 @@ class StagingMemory:
         """
         return cls(torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=pin_memory))
 
-    @property
-    def used_bytes(self) -> int:
-        """Bytes from its start that hold tensors."""
-        return self._used
-
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Gives a new tensor of zeros."""
         num_bytes = torch.Size(shape).numel() * dtype.itemsize
