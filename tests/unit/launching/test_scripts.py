@@ -86,16 +86,35 @@ def test_a_worker_is_not_begun_anew_after(status, paused, ends_with, tmp_path):
     assert (done.returncode, done.stdout) == (ends_with, "life\n")
 
 
-def test_a_rank_hands_the_signal_on_and_waits_for_what_it_saves(tmp_path):
-    program = "trap 'echo saving; sleep 0.2; echo saved; exit 3' USR1; echo ready; sleep 30 & wait"
-    with subprocess.Popen(
-        [str(LAUNCH / "rank.sh"), "bash", "-c", program],
+def started_rank(*program):
+    """Starts a program as the only rank of a job; what it prints is read from its pipe."""
+    return subprocess.Popen(
+        [str(LAUNCH / "rank.sh"), *program],
         env=os.environ
         | {"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_LOCALID": "0"}
         | {"SLURM_NTASKS_PER_NODE": "1"},
         text=True,
         stdout=subprocess.PIPE,
-    ) as rank:
+    )
+
+
+def test_a_rank_that_ends_at_once_on_the_signal_has_its_own_status():
+    """One of eight was gone before the script looked whether it lives: hence as many tries."""
+    program = (
+        "import os, signal; signal.signal(signal.SIGUSR1, lambda *_: os._exit(3)); "
+        "print('ready', flush=True)\nwhile True: signal.pause()"
+    )
+    for _ in range(20):
+        with started_rank(sys.executable, "-S", "-c", program) as rank:
+            assert rank.stdout is not None
+            assert rank.stdout.readline() == "ready\n"
+            rank.send_signal(signal.SIGUSR1)
+            assert rank.wait(timeout=300) == 3
+
+
+def test_a_rank_hands_the_signal_on_and_waits_for_what_it_saves(tmp_path):
+    program = "trap 'echo saving; sleep 0.2; echo saved; exit 3' USR1; echo ready; sleep 30 & wait"
+    with started_rank("bash", "-c", program) as rank:
         assert rank.stdout is not None
         assert rank.stdout.readline() == "ready\n"
         time.sleep(0.1)  # Both are in `wait`, most likely; what comes before is handed on too.
