@@ -214,7 +214,10 @@ def test_slots_that_were_sorted_on_the_host_get_the_hints_that_the_device_would_
 
 
 def test_padding_experts_do_not_change_real_rows(build):
-    """Measured on a CPU: bit-equal; a GPU's products depend on how many rows an expert has."""
+    """Bit-equal but where products depend on how many rows an expert has.
+
+    Measured on a CPU with AVX 0, on one without 2.4e-7, an FP32 step; routing changes them by 1e-2.
+    """
     model, sites = build("bf16")
     micro_batch = _micro_batch(sites)
     shifted = micro_batch.routing.clone()
@@ -225,4 +228,4 @@ def test_padding_experts_do_not_change_real_rows(build):
         with torch.no_grad(), sites.micro_batch(replace(micro_batch, routing=routing)) as mb:
             logprobs.append(token_logprobs(model, sites, mb))
     real = micro_batch.valid.T
-    assert (logprobs[0] - logprobs[1])[real].abs().max() <= tolerance(cpu=0, gpu=1e-5)
+    assert (logprobs[0] - logprobs[1])[real].abs().max() <= tolerance(cpu=2e-6, gpu=1e-5)
