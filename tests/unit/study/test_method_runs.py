@@ -210,6 +210,7 @@ def _outputs(model: Any) -> torch.Tensor:
         ("cpu-long", ["--setting", "cpu-long"]),
         ("h200", ["--setting", "h200"]),
         ("cpu-fixed-policy", ["--setting", "cpu", "--fixed-policy"]),
+        ("cpu-106m-fixed-policy", ["--setting", "cpu-106m", "--fixed-policy"]),
     ],
 )
 def test_the_page_of_results_is_made_anew_of_its_numbers_alone(
