@@ -73,9 +73,7 @@ def test_a_run_of_other_settings_is_refused(tool: ModuleType, tmp_path: Path) ->
     record = RunRecord(plan.folder(tmp_path), name="qat", seed=0, settings=identity, steps=1)
     with record.running():
         pass
-    with pytest.raises(
-        ValueError, match=r"of another run: perturb was 0.5 there and is 0.0 here"
-    ):
+    with pytest.raises(ValueError, match=r"of another run: perturb was 0.5 there and is 0.0 here"):
         tool.is_done(plan, tmp_path)
 
 
