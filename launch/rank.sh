@@ -6,21 +6,21 @@ export RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS LOCAL_RANK=$SLURM_LOCALID LOC
 if [[ -n ${CUDA_VISIBLE_DEVICES:-} && $CUDA_VISIBLE_DEVICES != *,* ]]; then
     LOCAL_RANK=0 # Slurm has bound one GPU to each task (--gpus-per-task), and numbers what a task sees from 0.
 fi
-hand_on() { # Also what came before the rank was begun.
-    [[ -n $child && -n $told ]] || return 0
-    if [[ $told == USR1 ]]; then
+tell() { # tell SIGNAL: to the rank, or once it is begun. A signal may come while another is handed on.
+    if [[ -z $child ]]; then
+        early+=" $1"
+    elif [[ $1 == USR1 ]]; then
         kill -USR1 "$child" 2>/dev/null || true
     else # A rank that has only just begun has no session of its own yet.
         kill -TERM -- "-$child" 2>/dev/null || kill -TERM "$child" 2>/dev/null || true
     fi
-    told=
 }
-child='' told=''
-trap 'told=USR1; hand_on' USR1
-trap 'told=TERM; hand_on' TERM INT
+child='' early=''
+trap 'tell USR1' USR1
+trap 'tell TERM' TERM INT
 setsid "$@" &
 child=$!
-hand_on
+for told in $early; do tell "$told"; done
 wait "$child" || true
 while kill -0 "$child" 2>/dev/null; do # A signal ended `wait`, not the rank.
     wait "$child" || true
