@@ -31,6 +31,20 @@ _NO_SETTINGS = (
     *("rank", "local_rank", "iteration", "curr_iteration", "consumed_train_samples"),
     *("seed", "metrics_dir"),
 )
+# How flags begin that decide no step: what is logged and saved when, when a process ends, where its
+# tools write, and how long it waits. A job that begins again may have others, such as dates.
+_NO_MATTER = (
+    *("recorded.hint_memory_mb", "recorded.hint_reader", "recorded.prefetch"),
+    *(
+        f"{_MEGATRON}.{name}"
+        for name in (
+            *("app_tag_", "async_", "distributed_timeout_", "exit_", "flight_recorder_", "ft_"),
+            *("inprocess_", "log_", "logging_level", "memory_snapshot_path", "non_persistent_"),
+            *("num_workers", "one_logger_", "profile", "save_interval", "save_retain_interval"),
+            *("straggler_", "tensorboard_", "timing_log_", "wandb_"),
+        )
+    ),
+)
 
 
 class LoopLog:
@@ -109,7 +123,7 @@ class LoopLog:
         """Checks that the steps in the folder are this run's.
 
         Those that stay are what led to the checkpoint. Where none stays, the run is begun again,
-        and has the same settings.
+        and has the same settings, but for those that decide no step.
         """
         found, _ = readable_metrics(self._folder / METRICS_FILE)
         if not found:
@@ -125,7 +139,7 @@ class LoopLog:
                 f"{self._saved.process_of(step)} before the checkpoint; give the folder of the "
                 "checkpoint's run, or a new one, which then begins with that step"
             )
-        if not kept and (different := record.difference_there()):
+        if not kept and (different := record.difference_there(but=_NO_MATTER)):
             raise ValueError(
                 f"{has}, which this one would replace, as it begins with step {first_step}: "
                 f"{different}; give a folder of its own, or remove that one"

@@ -11,7 +11,7 @@ import json
 import os
 import platform
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -68,8 +68,11 @@ class RunRecord:
             "started": _now(),
         }
 
-    def difference_there(self) -> str:
+    def difference_there(self, *, but: Sequence[str] = ()) -> str:
         """Gives what makes the run that the file has another one: a setting, or the seed.
+
+        Args:
+            but: How dotted names of settings begin that may differ.
 
         Returns:
             The first name that differs with both values, as part of a message; empty if the runs
@@ -82,6 +85,8 @@ class RunRecord:
         theirs, ours = ({"seed": of.get("seed")} | flat(of.get("settings")) for of in (found, own))
         missing = object()
         for name in sorted(theirs.keys() | ours.keys()):
+            if name.startswith(tuple(but)):
+                continue
             if theirs.get(name, missing) != ours.get(name, missing):
                 was, now = (json.dumps(of[name]) if name in of else "-" for of in (theirs, ours))
                 return f"{name} was {was} there and is {now} here"

@@ -184,6 +184,12 @@ def test_a_run_that_began_and_saved_nothing_begins_again(process, tmp_path):
     assert logged(tmp_path) == [(0, 1e-6)]
 
 
+def test_a_run_that_begins_again_may_have_other_flags_that_decide_no_step(process, tmp_path):
+    process(1, 2, exit_duration_in_mins=None, tensorboard_dir="logs/monday", save_interval=9)
+    process(1, exit_duration_in_mins=60, tensorboard_dir="logs/tuesday", save_interval=1)
+    assert logged(tmp_path) == [(0, 1e-6)]
+
+
 @pytest.mark.parametrize(
     ("begin", "name"),
     [(1, "megatron.lr was 1e-06 there and is 0.5 here"), (2, "megatron.lr was 1e-06 there")],
