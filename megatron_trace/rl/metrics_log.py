@@ -10,10 +10,11 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from megatron_trace.hints.durable import write_file
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -61,9 +62,8 @@ class MetricsLog:
                 "the run's own folder"
             )
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = self.path.with_name(self.path.name + ".tmp")
-        temporary.write_text("".join(line_of_record(record) for record in self.kept))
-        os.replace(temporary, self.path)
+        # Durably: a lost replacement would leave steps beside a checkpoint that others led to.
+        write_file(self.path, "".join(line_of_record(record) for record in self.kept).encode())
         self._writer = _writer(self.path.parent, first_step) if tensorboard else None
 
     def _readable(self, first_step: int) -> list[dict[str, Any]]:
