@@ -485,6 +485,7 @@ def do_all_runs(options: argparse.Namespace) -> list[RunSummary]:
                     calibration = calibration_batches(
                         train_items, task.tokenizer, num_samples=CALIBRATION_SAMPLES
                     )
+                    run.drop_hints()  # Of a run that did not come to its first checkpoint.
                     start(run, weights(), calibration)
                 with record.running():
                     accuracies = do_run(run, name, folder, held_out, options, identity, record)

@@ -129,19 +129,20 @@ class LoopLog:
         if not found:
             return
         first, last = found[0]["step"], found[-1]["step"]
-        has = f"--trace-metrics-dir {self._folder} has the steps {first} to {last} of another run"
         kept = [of for of in found if of["step"] < first_step]
         if (foreign := self._saved.first_foreign(kept)) is not None:
             step = foreign["step"]
             raise ValueError(
-                f"{has} than the one whose checkpoint goes on with step {first_step}: step {step} "
+                f"--trace-metrics-dir {self._folder} has the steps {first} to {last} of another "
+                f"run than the one whose checkpoint goes on with step {first_step}: step {step} "
                 f"was done by process {foreign.get(PROCESS)} there, and by "
                 f"{self._saved.process_of(step)} before the checkpoint; give the folder of the "
                 "checkpoint's run, or a new one, which then begins with that step"
             )
         if not kept and (different := record.difference_there(but=_NO_MATTER)):
             raise ValueError(
-                f"{has}, which this one would replace, as it begins with step {first_step}: "
+                f"--trace-metrics-dir {self._folder} has the steps {first} to {last} of another "
+                f"run, which this one would replace, as it begins with step {first_step}: "
                 f"{different}; give a folder of its own, or remove that one"
             )
 

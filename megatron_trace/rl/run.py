@@ -303,8 +303,10 @@ def build_run(
         task: Scores the samples, and answers their turns, with the same tokenizer; None takes
             reasoning-gym's scorers.
         model_id: Name of the model in the quantiser settings.
-        hint_folder: Folder that hints are written to and read from, of this run alone: what is in
-            it when the run starts or resumes is removed. None keeps them in memory.
+        hint_folder: Folder that hints are written to and read from, of this run alone: resuming
+            removes what is in it; a run that starts with what an earlier one left there drops it
+            first (`RlRun.drop_hints`), or fails at the first sample that has a hint already. None
+            keeps them in memory.
         max_hint_bytes: Most bytes of hints that are read ahead from it, the micro-batch in use
             included; None reads one micro-batch ahead.
         hint_reader: What reads ahead: `process`, `thread`, or `auto`: a process on a GPU.
@@ -385,9 +387,6 @@ def start(
 ) -> None:
     """Gives both sides the same weights, calibrates the engine's scales, and pushes version 0.
 
-    Hints that the run's folder has are dropped: of samples that this run will roll out again, if it
-    was killed before its first checkpoint.
-
     Args:
         run: A run that was just built.
         weights: FP32 or BF16 parameters by name.
@@ -405,7 +404,6 @@ def start(
     if run.sites.quantises:
         run.engine.calibrate(calibration)
         use_settings_of_engine(run)
-    run.drop_hints()
     run.push_weights(policy_version=0)
 
 

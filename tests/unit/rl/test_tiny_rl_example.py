@@ -69,15 +69,19 @@ def test_a_run_that_fails_leaves_no_process_and_gives_its_folder_up(
         raise RuntimeError("amid its steps")
 
     build = demo.build_run
-    monkeypatch.setattr(demo, "build_run", build_run)
-    monkeypatch.setattr(demo, "do_run", fail)
-    with pytest.raises(RuntimeError, match="amid its steps"):
-        do_runs("--steps", "2", "--runs", "trace", "--hint-files")
+    with monkeypatch.context() as patched:
+        patched.setattr(demo, "build_run", build_run)
+        patched.setattr(demo, "do_run", fail)
+        with pytest.raises(RuntimeError, match="amid its steps"):
+            do_runs("--steps", "2", "--runs", "trace", "--hint-files")
     run, process_id = runs
     assert process_id is not None
     assert not Path(f"/proc/{process_id}").exists()
     assert run.process.process_id is None
     HintFilesWriter(tmp_path / "seed-0" / "trace" / "hints").close()
+    # Hints of the same samples are there.
+    do_runs("--steps", "1", "--runs", "trace", "--hint-files", "--resume")
+    assert len(gaps(tmp_path)) == 1
 
 
 def test_resumed_program_continues_exactly(do_runs, tmp_path):
