@@ -100,7 +100,7 @@ RECIPE = Recipe(
         Phase(steps=123, num_rows=8, row_tokens=8192, rows_at_once=8),
     ),
 )
-# Tasks of short problems that the model then solves neither always nor hardly ever.
+# Tasks of short problems, which the trained model solves neither always nor hardly ever.
 SHORT_TASKS = ("chain_sum", "basic_arithmetic", "products", "gcd", "lcm", "letter_counting")
 # For two cores and an hour: an eighth of the tokens, all of short tasks.
 CPU_RECIPE = Recipe(
