@@ -63,6 +63,17 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
 
 
 @contextlib.contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Gives a name of a module or class another value, inside the context."""
+    previous = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, previous)
+
+
+@contextlib.contextmanager
 def flash_attention_not_needed() -> Iterator[None]:
     """Lets Megatron's dynamic batching run without the flash-attn package, inside the context.
 
@@ -72,12 +83,8 @@ def flash_attention_not_needed() -> Iterator[None]:
     require_version("megatron-core", MEGATRON_CORE, "flash_attention_not_needed")
     from megatron.core.transformer import attention
 
-    previous = attention.HAVE_FA3
-    attention.HAVE_FA3 = True
-    try:
+    with _replaced(attention, "HAVE_FA3", True):
         yield
-    finally:
-        attention.HAVE_FA3 = previous
 
 
 @contextlib.contextmanager
@@ -91,12 +98,8 @@ def fla_not_needed() -> Iterator[None]:
     require_version("megatron-core", MEGATRON_CORE, "fla_not_needed")
     from megatron.core.ssm.gated_delta_net import common
 
-    previous = common.HAVE_FLA
-    common.HAVE_FLA = True
-    try:
+    with _replaced(common, "HAVE_FLA", True):
         yield
-    finally:
-        common.HAVE_FLA = previous
 
 
 def head_order_of_cp(sections: tuple[int, ...], cp_size: int) -> torch.Tensor:
@@ -222,12 +225,8 @@ def checkpoint_writes_in_process() -> Iterator[None]:
     require_version("megatron-core", MEGATRON_CORE, "checkpoint_writes_in_process")
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-    previous = filesystem_async._results_queue
-    filesystem_async._results_queue = queue.Queue()
-    try:
+    with _replaced(filesystem_async, "_results_queue", queue.Queue()):
         yield
-    finally:
-        filesystem_async._results_queue = previous
 
 
 @dataclass(frozen=True)
@@ -277,11 +276,8 @@ def training_steps_told(tell: Callable[[StepOutcome], None]) -> Iterator[None]:
         )
         return result
 
-    training.training_log = told
-    try:
+    with _replaced(training, "training_log", told):
         yield
-    finally:
-        training.training_log = original
 
 
 @contextlib.contextmanager
@@ -302,11 +298,8 @@ def checkpoint_flags_told(tell: Callable[[Any], None]) -> Iterator[None]:
         original(checkpoint_args, *args, **kwargs)
         tell(checkpoint_args)
 
-    checkpointing.check_checkpoint_args = told
-    try:
+    with _replaced(checkpointing, "check_checkpoint_args", told):
         yield
-    finally:
-        checkpointing.check_checkpoint_args = original
 
 
 def data_set_helpers_not_compiled() -> None:
