@@ -415,9 +415,9 @@ def _problem_106m(options: argparse.Namespace, recipe: Recipe) -> Problem:
     setting = SETTINGS[options.setting]
     items = load_tasks(options.tasks)
     tokenizer = CharTokenizer.of_tasks(items)
-    # As the training split them, so that no held-out problem was ever seen.
-    split = split_tasks(items, num_held_out=min(moe_100m.NUM_HELD_OUT, len(items) // 10), seed=0)
-    train_items, held_out = ([item for item in part if fits(item, setting.base)] for part in split)
+    train_items, held_out = (
+        [item for item in part if fits(item, setting.base)] for part in moe_100m.split(items)
+    )
     # Last: all but one process wait here for that one to train it, which may take all cores.
     num_threads = torch.get_num_threads()
     torch.set_num_threads(len(os.sched_getaffinity(0)))

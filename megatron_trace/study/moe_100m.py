@@ -129,6 +129,11 @@ def make_tasks(*, items_per_task: int = ITEMS_PER_TASK, seed: int = 0) -> list[T
     return items_of_mix(mix, seed=seed, drop_characters=" []'\",")
 
 
+def split(items: Sequence[TaskItem]) -> tuple[list[TaskItem], list[TaskItem]]:
+    """Gives the problems that the model is trained on, and those that it never sees."""
+    return split_tasks(items, num_held_out=min(NUM_HELD_OUT, len(items) // 10), seed=0)
+
+
 def load(work: Path, *, tasks: Path | None = None, recipe: Recipe = RECIPE) -> StudyModel:
     """Gives the trained model; trains it first, or further, if `work` does not hold it yet.
 
@@ -168,7 +173,7 @@ def _trained(work: Path, tasks: Path, recipe: Recipe) -> dict[str, Any]:
     tokenizer = CharTokenizer.of_tasks(items)
     train_items, held_out = (
         [item for item in part if not recipe.tasks or item.task in recipe.tasks]
-        for part in split_tasks(items, num_held_out=min(NUM_HELD_OUT, len(items) // 10), seed=0)
+        for part in split(items)
     )
     device = torch.cuda.current_device()
     chains = Chains(train_items, tokenizer, device)
