@@ -97,8 +97,7 @@ def test_every_row_is_guided_to_the_code_that_was_recorded(case, scored):
     """By the latest weights: hints of older versions differ from its own codes, and guide them.
 
     A bit says which of two neighbours was taken: where an update moved a value away from both,
-    another code has the same bit. After twenty steps in one update that is so for a few; otherwise
-    for hardly one, where training's products round elsewhere than the rollout's.
+    another code has the same bit. After twenty steps in one update that is so for a few.
     """
     on_push, update = case
     _, _, report = scored[LAG]
@@ -108,8 +107,8 @@ def test_every_row_is_guided_to_the_code_that_was_recorded(case, scored):
         assert counts.rejected == counts.missing == counts.rerouted == counts.not_recorded == 0
         assert codes.guided_different == codes.out_of_bracket + codes.sign_flip
         if on_push == "recompute" or update == 2e-5:
-            # measured 0, and 1 of 34,816 (K) on a processor without AVX
-            assert codes.guided_share < 1e-4
+            # measured without AVX: 1 of 34,816 (K)
+            assert codes.guided_share <= tolerance(cpu=0, gpu=0, without_avx=1e-4)
         else:
             assert codes.guided_share < 1e-3  # measured 3e-5 (fc1) to 5e-4 (K)
         if on_push == "keep":

@@ -1,9 +1,7 @@
 """A folder of hint files: what is committed is read back, by its key and by nothing else."""
 
-import contextlib
 import dataclasses
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -22,6 +20,7 @@ from megatron_trace.testing.hint_samples import (
     recorded_sample,
     require_same,
 )
+from megatron_trace.testing.processes import open_descriptors
 
 
 def committed(folder: Path, *recorded: RecordedSample) -> HintFiles:
@@ -145,20 +144,11 @@ def test_reading_one_place_reads_its_bytes_only(tmp_path: Path) -> None:
     assert len(HintFiles(tmp_path).verify()) == 1
 
 
-def open_files() -> list[str]:
-    """Gives what this process's descriptors stand for."""
-    found = []
-    for descriptor in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):  # That of the folder is closed already.
-            found.append(os.readlink(f"/proc/self/fd/{descriptor}"))
-    return found
-
-
 def test_tensors_are_mapped_at_aligned_places_and_keep_no_descriptor(tmp_path: Path) -> None:
     recorded = recorded_sample("s0")
     files = committed(tmp_path, recorded)
     hints = [files.get(one.key, num_rows=6) for one in recorded.records.values()]
-    assert not [path for path in open_files() if path.startswith(str(tmp_path))]
+    assert not open_descriptors(str(tmp_path))
     storages = {hint.payload.untyped_storage().data_ptr() for hint in hints}
     assert len(storages) == 1, "records of one file were copied"
     for hint in hints:

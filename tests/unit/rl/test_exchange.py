@@ -3,7 +3,6 @@
 import os
 import re
 import threading
-import time
 from dataclasses import replace
 
 import pytest
@@ -16,6 +15,7 @@ from megatron_trace.rl.exchange_folder import ExchangeFolder
 from megatron_trace.rl.recorded import RecordedTraining
 from megatron_trace.rl.rollout_folder import Reward
 from megatron_trace.rl_config import LossConfig
+from megatron_trace.testing.processes import came_true
 
 SETTINGS = ExchangeSettings(steps=4, batches_per_step=2, prompts_per_batch=1, samples_per_prompt=2)
 
@@ -106,9 +106,7 @@ def test_signs_of_life_keep_a_claim(tmp_path):
     with often.signs_of_life(claim):
         for _ in range(3):
             os.utime(claim.path, (1, 1))  # It was silent for long.
-            until = time.monotonic() + 60
-            while claim.path.stat().st_mtime == 1 and time.monotonic() < until:
-                time.sleep(0.01)
+            came_true(lambda: claim.path.stat().st_mtime != 1, within_s=60)
             assert patient.claim("other") is None
     os.utime(claim.path, (1, 1))
     assert patient.claim("other").batch == claim.batch

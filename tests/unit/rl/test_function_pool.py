@@ -1,11 +1,11 @@
 """A user's function in processes of its own: what goes wrong costs the call that it was."""
 
 import os
-import time
 
 import pytest
 
 from megatron_trace.rl.function_pool import Failure, FunctionPool
+from megatron_trace.testing.processes import came_true
 
 FUNCTIONS = """
 import os, sys, time
@@ -90,10 +90,7 @@ def test_a_call_that_hangs_ends_with_what_it_started(pool_of):
     results = pool.results([("hang",), ("give",), ("start and hang", seconds), ("give",)])
     assert kinds(results) == ["timed_out", 1.0, "timed_out", 1.0]
     # What was killed ends when it next gets its turn.
-    until = time.monotonic() + 300
-    while runs(str(seconds)) and time.monotonic() < until:
-        time.sleep(0.05)
-    assert not runs(str(seconds))
+    assert came_true(lambda: not runs(str(seconds)), within_s=300)
 
 
 def runs(argument):

@@ -10,7 +10,6 @@ import resource
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +19,7 @@ import torch
 from megatron_trace.hints import HintFiles, HintFilesWriter, HintStore, RecordKind
 from megatron_trace.hints.tensor_file import DamagedFileError
 from megatron_trace.testing.assertions import assert_same_bytes
+from megatron_trace.testing.processes import came_true, open_descriptors
 from megatron_trace.testing.tiny_trainer import RecordedRollout
 from megatron_trace.training import hint_reader
 from megatron_trace.training.batch_content import BatchContent, map_tensors
@@ -176,23 +176,12 @@ def test_memory_that_is_kept_does_not_grow_beyond_what_was_in_use_at_a_time():
 
 
 def test_memory_that_the_process_does_not_get_is_given_back():
-    before = hint_descriptors()
+    before = open_descriptors("/memfd:trace-hints")
     closed = HintReader(CPU)
     closed.close()
     with pytest.raises(RuntimeError, match="was closed"):
         closed._segment_of(closed.new_client(), 4096)
-    assert hint_descriptors() <= before, "a descriptor was left open"
-
-
-def hint_descriptors():
-    """Gives this process's descriptors of shared memory for hints, each with its inode."""
-    found = set()
-    for descriptor in os.listdir("/proc/self/fd"):
-        path = f"/proc/self/fd/{descriptor}"
-        with contextlib.suppress(OSError):  # That of the folder is closed already.
-            if os.readlink(path).startswith("/memfd:trace-hints"):
-                found.add((descriptor, os.stat(path).st_ino))
-    return found
+    assert open_descriptors("/memfd:trace-hints") <= before, "a descriptor was left open"
 
 
 def test_a_missing_hint_is_the_same_error_at_its_micro_batch(files, reader):
@@ -391,9 +380,7 @@ def test_a_micro_batch_that_is_taken_after_its_reader_was_closed_is_one_error(fi
     ) as made:
         for _ in range(num_taken):
             next(made)
-        until = time.monotonic() + PATIENCE_S
-        while not (made._ahead._ready or made._ahead._ended or time.monotonic() > until):
-            time.sleep(0.01)
+        came_true(lambda: made._ahead._ready or made._ahead._ended, within_s=PATIENCE_S)
         assert made._ahead._ready
         reader.close()
         with pytest.raises(RuntimeError, match=r"was closed: take all micro-batches before"):
@@ -507,10 +494,7 @@ def test_the_process_ends_with_its_trainer(tmp_path):
     trainer.kill()
     trainer.wait()
     trainer.stdout.close()
-    deadline = time.monotonic() + PATIENCE_S
-    while _runs(pid) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert not _runs(pid)
+    assert came_true(lambda: not _runs(pid), within_s=PATIENCE_S)
 
 
 def _runs(pid: int) -> bool:

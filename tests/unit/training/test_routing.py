@@ -228,4 +228,6 @@ def test_padding_experts_do_not_change_real_rows(build):
         with torch.no_grad(), sites.micro_batch(replace(micro_batch, routing=routing)) as mb:
             logprobs.append(token_logprobs(model, sites, mb))
     real = micro_batch.valid.T
-    assert (logprobs[0] - logprobs[1])[real].abs().max() <= tolerance(cpu=2e-6, gpu=1e-5)
+    assert (logprobs[0] - logprobs[1])[real].abs().max() <= tolerance(
+        cpu=0, gpu=1e-5, without_avx=2e-6
+    )
